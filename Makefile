@@ -49,7 +49,7 @@ test-page: $(STAMP)
 # Faults at random under ten streams: SECONDS for toy services and as long for the bundled pair, drawn from SEED.
 chaos: SECONDS ?= 120
 chaos: $(STAMP)
-	$(BIN)/python -m tests.reliability.chaos --seconds $(SECONDS) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.reliability.chaos --seconds $(SECONDS) --seed $(or $(SEED),1) $(if $(REAL),--real)
 
 # A mixed load for SECONDS; memory and file descriptors must stay flat.
 soak: SECONDS ?= 600

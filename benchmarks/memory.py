@@ -5,8 +5,8 @@ Plain decoding of the bundled target, in the processes that ``tandem serve`` run
 - ``held``: sessions open at once in a pool of ``--blocks`` blocks. Each may fill the context of 2,048 tokens (64
   blocks); its client leaves when prompt and answer have 50 to 400 tokens (uniform).
 - ``full``: tokens per second of 64 clients over a pool that holds 12 sessions of the longest kind, against a pool
-  without a bound, with as many sessions open at most. The servers get the same requests in turn; half are greedy, half
-  have a seed. What counts are the tokens between the end of the first 64 requests and the start of the last one.
+  without a bound: with as many sessions open at most, and with as many as the small pool has in a step. The servers get
+  the same requests in turn; half are greedy, half have a seed.
 - ``shared``: time to first token after a system prompt of 1,500 tokens, which is new, or has been computed before.
 - ``replay``: prompt tokens reused in chats of 8 turns, of those that an earlier turn has computed.
 - ``prefill``: time between two pieces of 8 decoding sessions, before and while 32 prompts of 1,500 tokens arrive.
@@ -35,6 +35,7 @@ from tandem.bench.limits import Ratio, quantile
 
 if TYPE_CHECKING:
     from benchmarks.memory_server import MemoryServer, Reply, Tokens
+    from specdec.types import ServerLoad
 
 Row = dict[str, Any]
 #: A prompt, the tokens to generate after it, and the seed; None: greedy.
@@ -84,9 +85,7 @@ async def held(args: argparse.Namespace) -> list[Row]:
         await while_running([client() for _ in range(num_clients)], watch())
     whole = num_blocks // (CONTEXT // BLOCK_SIZE)
     count, used = (median(values) for values in zip(*samples, strict=True))
-    return [
-        {"whole contexts": whole, "sessions open": count, "over whole contexts": count / whole, "blocks used": used}
-    ]
+    return [{"whole contexts": whole, "sessions open": count, "over those": count / whole, "blocks used": used}]
 
 
 async def full(args: argparse.Namespace) -> list[Row]:
@@ -96,39 +95,43 @@ async def full(args: argparse.Namespace) -> list[Row]:
     num_clients, longest, source = args.clients or 64, 5 * BLOCK_SIZE, random.Random(2)
     num_blocks = 12 * (PROMPT_TOKENS + longest) // BLOCK_SIZE
     given, rows = prompts(PROMPT_TOKENS, 2), []
+
+    def requests() -> list[Request]:
+        lengths = (source.randint(BLOCK_SIZE, longest) for _ in range(3 * num_clients))
+        return [(next(given), length, index if index % 2 else None) for index, length in enumerate(lengths)]
+
     for limit in args.batch_limits:
-        passes: dict[int, list[Pass]] = {UNBOUNDED: [], num_blocks: []}
         async with AsyncExitStack() as stack:
-            servers = {each: await stack.enter_async_context(serve(each, max_num_seqs=limit)) for each in passes}
+            start = stack.enter_async_context
+            small = await start(serve(num_blocks, max_num_seqs=limit))
+            width = round((await serve_all(small, requests(), num_clients)).width)
+            unbounded = await start(serve(UNBOUNDED, max_num_seqs=limit))
+            servers = (unbounded, small, await start(serve(UNBOUNDED, max_num_seqs=width)))
+            passes: tuple[list[Pass], ...] = [], [], []
             for number in range(args.repeats):
-                requests: list[Request] = [
-                    (next(given), source.randint(BLOCK_SIZE, longest), index if index % 2 else None)
-                    for index in range(3 * num_clients)
-                ]
-                for blocks in [*passes][:: 1 if number % 2 else -1]:
-                    passes[blocks].append(await serve_all(servers[blocks], requests, num_clients))
-        for blocks, own in passes.items():
-            ratio = Ratio.of([each.tokens_per_s for each in own], [each.tokens_per_s for each in passes[UNBOUNDED]])
+                drawn = requests()
+                for own, server in [*zip(passes, servers, strict=True)][:: 1 if number % 2 else -1]:
+                    own.append(await serve_all(server, drawn, num_clients))
+        speeds = [[each.tokens_per_s for each in own] for own in passes]
+        for name, own, speed in zip(("unbounded", "full", "as wide"), passes, speeds, strict=True):
+            pairs = zip(own, passes[0], strict=True)
             rows.append(
-                {"sessions at most": limit, "blocks": blocks, "tokens/s": median(each.tokens_per_s for each in own),
-                 "over unbounded": ratio.spread.median, "quartiles": ratio.quartiles,
-                 "preemptions": sum(each.preemptions for each in own), "requests": args.repeats * len(requests),
-                 "errors": sum(each.num_errors for each in own),
+                {"sessions at most": limit, "pool": name, "sessions in a step": median(each.width for each in own),
+                 "tokens/s": median(speed), "over unbounded": Ratio.of(speed, speeds[0]).show(),
+                 "over as wide": Ratio.of(speed, speeds[2]).show(),
+                 "preemptions": sum(each.preemptions for each in own), "errors": sum(each.num_errors for each in own),
                  "other texts": sum(
-                     one.texts[key] != text
-                     for one, other in zip(own, passes[UNBOUNDED], strict=True)
-                     for key, text in other.texts.items()
-                     if key in one.texts
+                     one.texts.get(key, text) != text for one, other in pairs for key, text in other.texts.items()
                  )}
             )  # fmt: skip
     return rows
 
 
 class Pass:
-    """All of some requests."""
+    """All of some requests: speed, tokens of a step and preemptions after as many as there are clients have ended."""
 
     def __init__(self) -> None:
-        self.tokens_per_s = 0.0
+        self.tokens_per_s = self.width = 0.0
         self.num_errors = 0
         self.preemptions = 0
         self.texts: dict[int, Tokens] = {}
@@ -138,23 +141,24 @@ async def serve_all(server: MemoryServer, requests: Sequence[Request], num_clien
     """Each client sends its next request when the last one is answered."""
     done, queue = Pass(), iter(enumerate(requests))
     server.ended.clear()
-    begun = ended = 0.0
+    marks: list[tuple[float, ServerLoad]] = []
 
     async def client() -> None:
-        nonlocal begun, ended
         for index, (prompt, max_tokens, seed) in queue:
-            ended = time.perf_counter()
+            if len(server.ended) >= num_clients:
+                marks.append((time.perf_counter(), (await server.loads())[0]))
             try:
                 done.texts[index] = (await server.ask(prompt, max_tokens, seed=seed)).token_ids
             except TandemError:
                 done.num_errors += 1
-            begun = begun or (time.perf_counter() if len(server.ended) >= num_clients else 0.0)
 
-    before = (await server.loads())[0].preemptions
     await asyncio.gather(*(client() for _ in range(num_clients)))
-    done.preemptions = (await server.loads())[0].preemptions - before
+    (begun, first), (ended, last) = marks[0], marks[-1]
     arrivals = [arrival for reply in server.ended for arrival in reply.arrivals]
-    done.tokens_per_s = sum(len(piece) for at, piece in arrivals if begun < at <= ended) / (ended - begun)
+    num_tokens = sum(len(piece) for at, piece in arrivals if begun < at <= ended)
+    done.tokens_per_s = num_tokens / (ended - begun)
+    done.width = num_tokens / (last.num_batches - first.num_batches)
+    done.preemptions = last.preemptions - first.preemptions
     return done
 
 
@@ -227,18 +231,15 @@ async def prefill(args: argparse.Namespace) -> list[Row]:
             for chunk in args.chunks[:: 1 if number % 2 else -1]:
                 arriving = list(islice(given, num_prompts))
                 results.setdefault(chunk, []).append(await _protected(servers[chunk], arriving, args.seconds / 2))
-    rows = [
-        {"tokens of a step": chunk, **{name: median(row[name] for row in own) for name in own[0]}}
-        for chunk, own in results.items()
-    ]
-    most = [row["prefill tokens/s"] for row in results[max(args.chunks)]]
-    for row in rows:
-        own = results[row["tokens of a step"]]
-        row["p99 over before"] = Ratio.of(
-            *([each[name] for each in own] for name in ("p99 ms", "p99 ms before"))
-        ).show()
-        row["prefill kept"] = Ratio.of([each["prefill tokens/s"] for each in own], most).show()
-    return sorted(rows, key=lambda row: -row["tokens of a step"])
+    rows, most = [], [row["prefill tokens/s"] for row in results[max(args.chunks)]]
+    for chunk, own in sorted(results.items(), reverse=True):
+        gaps = ([each[name] for each in own] for name in ("p99 ms", "p99 ms before"))
+        rows.append(
+            {"tokens of a step": chunk, **{name: median(row[name] for row in own) for name in own[0]},
+             "p99 over before": Ratio.of(*gaps).show(),
+             "prefill kept": Ratio.of([each["prefill tokens/s"] for each in own], most).show()}
+        )  # fmt: skip
+    return rows
 
 
 async def _protected(server: MemoryServer, arriving: Sequence[Tokens], seconds: float) -> Row:
@@ -259,8 +260,7 @@ async def _protected(server: MemoryServer, arriving: Sequence[Tokens], seconds: 
         decoding = [reply for reply in (*server.open, *server.ended) if reply not in replies]
         before, during = gaps_ms(decoding, began, arrived), gaps_ms(decoding, arrived, ended)
         return {
-            "p50 ms before": quantile(before, 0.5), "p99 ms before": quantile(before, 0.99),
-            "max ms before": max(before), "p50 ms": quantile(during, 0.5),
+            "p99 ms before": quantile(before, 0.99), "max ms before": max(before),
             "p99 ms": quantile(during, 0.99), "max ms": max(during),
             "prefill tokens/s": sum(map(len, arriving)) / (ended - arrived),
             "mean s to first token": mean(reply.ttft_s for reply in replies),
@@ -319,7 +319,7 @@ async def while_running(background: Sequence[Any], awaited: Awaitable[Any]) -> A
 
 SECTIONS: Final[Mapping[str, tuple[Callable[[argparse.Namespace], Coroutine[Any, Any, list[Row]]], str]]] = {
     "held": (held, "at least 4 times as many as whole contexts"),
-    "full": (full, "at least 0.95 of the throughput of the unbounded pool, no errors, no other texts"),
+    "full": (full, "at least 0.95 of the throughput of an unbounded pool, as wide; no errors, no other texts"),
     "shared": (shared, "known at most 0.12 of cold"),
     "replay": (replay, "at least 0.98 of the possible"),
     "prefill": (prefill, "p99 at most 3 times that before, at least 0.9 of the prefill throughput kept"),

@@ -185,12 +185,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
-        self.runner.warm_up()
+        self._own_modules.everywhere(partial(messages.encode, Operation.WARM_UP), self.warm_up_here)
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
-            if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
-                continue
-            if self.pool.num_places < num_sequences:
+            if not self.pool.can_open(rows, num_sequences):
                 continue
             sequences = [self.pool.open(rows) for _ in range(num_sequences)]
             try:
@@ -200,6 +198,10 @@ class Engine:
                     self.pool.release(sequence)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def warm_up_here(self) -> None:
+        """Prepare passes on this rank."""
+        self.runner.warm_up()
 
     def run(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> object:
         """Run a pass that another rank leads."""

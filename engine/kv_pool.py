@@ -1,4 +1,4 @@
-"""The block tables of the KV cache: which blocks belong to which sequence. Uses no device.
+"""The sequences of the KV cache: which blocks belong to each, and which they share. Uses no device.
 
 Called from the event loop only. A sequence gets blocks before a pass that needs them, so a pass never allocates.
 """
@@ -6,7 +6,7 @@ Called from the event loop only. A sequence gets blocks before a pass that needs
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from engine.dropped_entries import DroppedEntries
 from engine.kept_states import KeptStates
+from engine.kv_blocks import KVBlocks
 from engine.kv_sequence import BlockIds, KVSequence
-from engine.prefix_tree import PrefixNode, PrefixTree, Scope, longest_beginning, pack
+from engine.prefix_tree import PrefixNode, Scope, longest_beginning, pack
 from engine.recurrent.slots import StateSlots
 from specdec.errors import InvalidRequest, Overloaded
 
@@ -29,12 +30,7 @@ class CacheFull(Overloaded):
 class KVPool:
     """A fixed number of blocks of ``block_size`` tokens, handed out to sequences.
 
-    Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
-
-    A block is *used* while an open sequence has it. Else it is *cached* if its entries can be found by
-    their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
-    untouched; then cached ones, least recently used first. A sequence gives up its last block first, so of a text the
-    end is reused before the beginning.
+    Block 0 pads block tables and takes the rows of a sequence released under a queued batch.
     """
 
     def __init__(
@@ -52,12 +48,8 @@ class KVPool:
         #: Entries at the beginning of a block that are worth a copy of it: it takes 21 µs with a target of 12 M
         #: parameters on two cores, where a token of a prompt takes 40.
         self._least_copied = 1 if states is not None else max(1, block_size // 4)
-        self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
-        self._num_free = total_blocks
-        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences that have a block
+        self._blocks = KVBlocks(total_blocks, None if self._states is None else self._states.forget)
         self._num_open = 0
-        self._tree = PrefixTree()
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._copies: deque[tuple[int, int]] = deque()
 
     # --- sequences ---
@@ -94,17 +86,13 @@ class KVPool:
         states = None if kept is None else kept.take()
         self._num_open += 1
         sequence = KVSequence(_NO_BLOCKS, 0, states=states)
-        self._place(sequence, None if scope is None else self._tree.root(scope))
+        self._place(sequence, None if scope is None else self._blocks.tree.root(scope))
         return sequence
 
-    def can_open(self, max_tokens: int) -> bool:
-        """Whether :meth:`open` would succeed now."""
-        return self.num_places > 0 and self.blocks_for(max_tokens) <= self.available_blocks
-
-    @property
-    def num_places(self) -> int:
-        """Sequences that could be opened now, as far as their recurrent states are concerned."""
-        return sys.maxsize if self._states is None else self._states.num_available
+    def can_open(self, max_tokens: int, count: int = 1) -> bool:
+        """Whether :meth:`open` would succeed so many times now."""
+        has_places = self._states is None or count <= self._states.num_available
+        return has_places and count * self.blocks_for(max_tokens) <= self.available_blocks
 
     def check_fits(self, max_tokens: int) -> None:
         """Raise :class:`InvalidRequest` where a sequence of ``max_tokens`` entries can never fit."""
@@ -122,7 +110,7 @@ class KVPool:
             self._check_open(sequence)
             if missing > self.available_blocks:
                 return False
-            self._set_blocks(sequence, np.concatenate((sequence.blocks, self._take(missing))))
+            self._set_blocks(sequence, np.concatenate((sequence.blocks, self._blocks.take(missing))))
         return True
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
@@ -137,9 +125,9 @@ class KVPool:
             raise ValueError(f"cannot roll back to {length} of {sequence.length} entries")
         first, partial = divmod(length, self.block_size)
         if first < sequence.num_shared_blocks:
-            length = self._leave_shared(sequence, first, partial)
+            length = self._leave(sequence, first, partial)
         if sequence.states is not None and not sequence.states.reaches(length):
-            length = self._leave_shared(sequence, 0, 0) if sequence.num_shared_blocks else 0
+            length = self._leave(sequence, 0, 0) if sequence.num_shared_blocks else 0
         sequence.length = length
         if sequence.dropped.gaps:
             sequence.dropped = sequence.dropped.before(length)
@@ -164,19 +152,15 @@ class KVPool:
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
         self._place(sequence, None)
-        self._drop(blocks[first:end])
+        self._blocks.drop(blocks[first:end])
 
     def vacate(self, sequence: KVSequence) -> None:
         """Take all its blocks from an open sequence. What others find by its text they find as long as it is cached."""
         self._check_open(sequence)
-        blocks = sequence.blocks
-        self._set_blocks(sequence, _NO_BLOCKS)
-        sequence.length = sequence.num_shared_blocks = 0
+        sequence.length = self._leave(sequence, 0, 0)
         sequence.dropped = DroppedEntries()
-        self._place(sequence, _ancestor(sequence.node, 0))
         if sequence.states is not None:
             sequence.states.forget()
-        self._drop(blocks)
 
     def release(self, sequence: KVSequence, token_ids: Sequence[int] = ()) -> None:
         """Give the blocks back. Idempotent. ``token_ids``: see :meth:`publish`; the last block is found, too, then."""
@@ -187,14 +171,14 @@ class KVPool:
         if node is not None and length - (start := node.depth * self.block_size) >= self._least_copied:
             text = pack(token_ids[start:length])
             if text not in node.children:
-                self._tree.add(node, text, int(sequence.blocks[node.depth]))
+                self._blocks.tree.add(node, text, int(sequence.blocks[node.depth]))
             node = node.children[text]
         if self._states is not None and sequence.states is not None:
             self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
         self._place(sequence, None)
         self._num_open -= 1
-        self._drop(sequence.blocks)
+        self._blocks.drop(sequence.blocks)
 
     # --- entries in common ---
 
@@ -207,16 +191,14 @@ class KVPool:
         if node is None:
             return
         end = min(sequence.length, len(token_ids)) // size
-        if node.depth >= end:
-            return
         for index in range(node.depth, end):
             text = pack(token_ids[index * size : (index + 1) * size])
             block = int(sequence.blocks[index])
             found = node.children.get(text)
             if found is None:
-                found = self._tree.add(node, text, block)
+                found = self._blocks.tree.add(node, text, block)
             elif found.block != block:
-                self._replace(sequence, index, found.block)
+                self._take_over(sequence, [found])
             node = found
         self._place(sequence, node)
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
@@ -244,6 +226,7 @@ class KVPool:
             return self._match_states(sequence, token_ids, end)
         found = self._find(node, token_ids, end)
         self._take_over(sequence, found)
+        sequence.length += len(found) * size
         rest = token_ids[sequence.length : min(end, sequence.length + size)]
         sequence.length += self._copy_beginning(sequence, found[-1] if found else node, rest)
         return sequence.length - start
@@ -256,7 +239,7 @@ class KVPool:
         if self._states is not None and sequence.states is not None:
             _, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
             found = found[: max(0, length // self.block_size - sequence.node.depth)]
-        return len(found), sum(node.block in self._cached for node in found)
+        return len(found), self._blocks.count_cached(found)
 
     def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
         """What tells the block that the sequence computes next from all others; None: nobody else could use it."""
@@ -269,10 +252,7 @@ class KVPool:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Blocks (from, to) to copy before anything is written. Called by the engine, on the device thread."""
-        copies = []
-        while self._copies:
-            copies.append(self._copies.popleft())
-        return copies
+        return [self._copies.popleft() for _ in range(len(self._copies))]
 
     def take_state_copies(self) -> list[tuple[int, int]]:
         """Places (from, to) of recurrent states to copy one after the other, as :meth:`take_copies`."""
@@ -286,12 +266,12 @@ class KVPool:
     @property
     def cached_blocks(self) -> int:
         """Blocks of no sequence whose entries can be found by their text."""
-        return len(self._cached)
+        return self._blocks.num_cached
 
     @property
     def available_blocks(self) -> int:
         """Blocks that sequences can get: free and cached ones."""
-        return self._num_free + len(self._cached)
+        return self._blocks.num_available
 
     @property
     def num_open(self) -> int:
@@ -320,46 +300,6 @@ class KVPool:
         sequence.blocks = blocks
         sequence.capacity = len(blocks) * self.block_size
 
-    def _take(self, count: int) -> BlockIds:
-        """``count`` of the available blocks, now with one reference each."""
-        while self._num_free < count:
-            block, _ = self._cached.popitem(last=False)
-            removed = self._tree.remove(block)
-            # Others follow it where a sequence has dropped it from the middle of its text; some may be in use.
-            unused = [block, *(each.block for each in removed[1:] if each.block in self._cached)]
-            for each in removed:
-                self._cached.pop(each.block, None)
-                if self._states is not None:
-                    self._states.forget(each)
-            self._push(np.array(unused, dtype=np.int32))
-        self._num_free -= count
-        blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
-        self._refs[blocks] = 1
-        return blocks
-
-    def _push(self, blocks: BlockIds) -> None:
-        """Put blocks on the stack of free ones, the first on top."""
-        self._free[self._num_free : self._num_free + len(blocks)] = blocks[::-1]
-        self._num_free += len(blocks)
-
-    def _add(self, blocks: BlockIds) -> None:
-        """One more sequence has these blocks."""
-        for block in blocks[self._refs[blocks] == 0].tolist():
-            del self._cached[block]
-        self._refs[blocks] += 1
-
-    def _drop(self, blocks: BlockIds) -> None:
-        """One sequence less has these blocks. Those of none are cached, the last one as the least recently used, or
-        free.
-        """
-        self._refs[blocks] -= 1
-        unused = blocks[self._refs[blocks] == 0]
-        if len(self._tree):
-            found = np.array([block in self._tree for block in unused.tolist()], dtype=bool)
-            self._cached.update(dict.fromkeys(unused[found][::-1].tolist()))
-            unused = unused[~found]
-        self._push(unused)
-
     def _find(self, node: PrefixNode, token_ids: Sequence[int], end: int) -> list[PrefixNode]:
         """The full blocks after a node that hold the text up to token ``end``, as far as there are any."""
         found, size = [], self.block_size
@@ -378,11 +318,10 @@ class KVPool:
         last = found[-1].depth
         first = last - len(found)
         replaced = sequence.blocks[first:last]
-        self._add(shared)
+        self._blocks.add(shared)
         self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
-        self._drop(replaced)
+        self._blocks.drop(replaced)
         self._place(sequence, found[-1])
-        sequence.length = last * self.block_size
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
 
     def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
@@ -399,56 +338,44 @@ class KVPool:
         num_full, rest = divmod(length, self.block_size)
         shared = known[: num_full - sequence.node.depth]
         parted = [states.parted] if rest and states.parted is not None else []
-        num_unused = sum(node.block in self._cached for node in (*shared, *parted))
+        num_unused = self._blocks.count_cached((*shared, *parted))
         num_own = self.blocks_for(length) - max(num_full, len(sequence.blocks))
         if num_own > self.available_blocks - num_unused:
             return 0
         # First of all: what follows may take the blocks of the text that the states are kept with.
         self._states.copy_to(sequence.states, states.node, length)
         self._take_over(sequence, shared)
-        for node in parted:  # the rest is copied
-            held = np.array([node.block], dtype=np.int32)
-            self._add(held)
-            has_room = self.grow(sequence, length)
-            assert has_room, "the blocks were counted"
-            self._drop(held)
-            self._copies.append((node.block, int(sequence.blocks[num_full])))
+        for node in parted:
+            is_copied = self._copy_from(node.block, sequence, length)
+            assert is_copied, "the blocks were counted"
         sequence.length = length
         return length - start
-
-    def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
-        """Another block holds the same entries: share it, and give up the own one."""
-        new = np.array([block], dtype=np.int32)
-        self._add(new)
-        blocks = sequence.blocks.copy()
-        old = blocks[index : index + 1].copy()
-        blocks[index] = block
-        sequence.blocks = blocks
-        self._drop(old)
 
     def _copy_beginning(self, sequence: KVSequence, node: PrefixNode, token_ids: Sequence[int]) -> int:
         """Copy what the best block after ``node`` has in common with a text; returns the entries copied."""
         found, count = longest_beginning(node, pack(token_ids))
         if found is None or count < self._least_copied:
             return 0
-        if node.depth == len(sequence.blocks):
-            held = np.array([found.block], dtype=np.int32)  # not to be reused for the copy
-            self._add(held)
-            has_room = self.grow(sequence, sequence.length + 1)
-            self._drop(held)
-            if not has_room:
-                return 0
-        self._copies.append((found.block, int(sequence.blocks[node.depth])))
-        return count
+        return count if self._copy_from(found.block, sequence, sequence.length + count) else 0
 
-    def _leave_shared(self, sequence: KVSequence, first: int, partial: int) -> int:
+    def _copy_from(self, block: int, sequence: KVSequence, num_entries: int) -> bool:
+        """Have a block copied to that of the last one of a sequence's entries; False: there is no block for it."""
+        held = np.array([block], dtype=np.int32)  # not to be reused for the copy
+        self._blocks.add(held)
+        has_room = self.grow(sequence, num_entries)
+        self._blocks.drop(held)
+        if has_room:
+            self._copies.append((block, int(sequence.blocks[(num_entries - 1) // self.block_size])))
+        return has_room
+
+    def _leave(self, sequence: KVSequence, first: int, partial: int) -> int:
         """Give up the blocks that others may read from block ``first`` on, and those after them; returns the entries
         kept. Of the first block ``partial`` entries are kept, if there is another one for them.
         """
         blocks = sequence.blocks
         kept = blocks[:first]
         if partial and self.available_blocks:
-            own = self._take(1)
+            own = self._blocks.take(1)
             self._copies.append((int(blocks[first]), int(own[0])))
             kept = np.concatenate((kept, own))
         else:
@@ -456,7 +383,7 @@ class KVPool:
         self._set_blocks(sequence, kept)
         sequence.num_shared_blocks = first
         self._place(sequence, _ancestor(sequence.node, first))
-        self._drop(blocks[first:])
+        self._blocks.drop(blocks[first:])
         return first * self.block_size + partial
 
 

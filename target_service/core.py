@@ -63,9 +63,11 @@ class TargetCore:
         device: DeviceThread,
         settings: TargetSettings,
         state_maps: Mapping[str, StateMap] | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it.
-        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device.
+        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device. ``verifier``: one
+        that is warm, too.
         """
         scheduler = settings.scheduler
         self.engine = engine
@@ -74,7 +76,7 @@ class TargetCore:
         self._state_maps = dict(state_maps or {})
         #: Fingerprints that sessions asked for in vain.
         self._unknown_maps: set[str] = set()
-        self._verifier = self.verifier_class(num_threads=engine.num_threads)
+        self._verifier = verifier or self.verifier_class(num_threads=engine.num_threads)
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self.memory, self._fail)
@@ -124,11 +126,13 @@ class TargetCore:
         try:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
+            verifier = cls.verifier_class(num_threads=engine.num_threads)
+            await device.run(verifier.warm_up, engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
             state_maps = await device.run(_read_state_maps, settings, engine)
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings, state_maps)
+        return cls(engine, device, settings, state_maps, verifier)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
@@ -173,7 +177,7 @@ class TargetCore:
         step_session = StepSession(
             spec, state, sequence, rule, stop_criteria, grammar, first_state, state_map, max_entries
         )
-        session = Session(step_session, self, asked_ns, on_states=on_states)
+        session = Session(step_session, self.engine.pool, self, asked_ns, on_states=on_states)
         self.memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
@@ -257,18 +261,6 @@ class TargetCore:
         """Count proposals that were dropped because multi-step decode had gone on."""
         self._num_superseded += count
 
-    def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
-        """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
-        pool = self.engine.pool
-        if sequence.length != length:
-            pool.rollback(sequence, length)
-        if sequence.length >= sequence.publishable_from:
-            pool.publish(sequence, token_ids)
-
-    def keep_states(self, sequence: KVSequence, interval: int) -> None:
-        """See :meth:`engine.kv_pool.KVPool.keep_states`."""
-        self.engine.pool.keep_states(sequence, interval)
-
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended; its client may be slow to close it."""
         step_session = session.step_session
@@ -332,7 +324,7 @@ class TargetCore:
             max_entries,
             scope=(spec.owner, spec.cache_salt) if is_shared else None,
             client=spec.client,
-            client_limit=None if spec.max_kv_share is None else self._share_of(spec),
+            client_limit=self._share_of(spec),
         )
 
     def _share_of(self, spec: SessionSpec) -> int:

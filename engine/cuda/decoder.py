@@ -1,12 +1,14 @@
-"""The forward pass of Llama-shaped models on a GPU in ten launches a layer; by transformers' modules it takes forty.
+"""The forward pass of Llama-shaped models on a GPU in ten launches a layer, in seven where rows are few.
 
-The projections of queries, keys and values are one product, as are those of gate and up. The residual is added where it
-is normed, and keys and values go to the cache where they are rotated. Numbers are rounded where the modules round them.
+By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
+gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
+Numbers are rounded where the modules round them. Of few rows norm, gate and residual are parts of the products
+(:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.cuda import kernels
+from engine.cuda import few_rows, kernels
 from engine.cuda.attention import DTYPES, padded_size, paged_attention
+from engine.cuda.few_rows import Choice, Product
+from engine.cuda.row_kernels import norm, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 
-#: Numbers of a program of ``silu_multiply``.
-_TILE: Final = 1024
 #: What hidden states are given as; see :mod:`engine.hidden_states`.
 _STATE_DTYPE: Final = torch.bfloat16
 
@@ -36,7 +38,7 @@ class FusedDecoder:
         self._scale: float = attention.scaling
         self._head_dim: int = attention.head_dim
         self._num_kv_heads = caches[0][0].shape[1]
-        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_heads = attention.q_proj.weight.shape[0] // self._head_dim  # this rank's
         self._eps: float = model.config.rms_norm_eps
         self._layers = [
             (
@@ -46,6 +48,29 @@ class FusedDecoder:
             )
             for layer in self._body.layers
         ]
+        #: Up to how many rows products are one launch with what stands around them, and how those are cut.
+        self.few_rows = Choice(0, {})
+        #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
+        self._products: list[tuple[Product, ...]] = []
+
+    def forget_few_rows(self) -> None:
+        """Leave all products to torch."""
+        self.few_rows = Choice(0, {})
+
+    def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
+        """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
+        if not all(_is_plain(layer.self_attn.o_proj) and _is_plain(layer.mlp.down_proj) for layer, *_ in self._layers):
+            return
+        self._products = [
+            (
+                Product(*qkv, norm=layer.input_layernorm.weight),
+                Product(layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias, adds=True),
+                Product(*gate_up, norm=layer.post_attention_layernorm.weight, is_gated=True),
+                Product(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, adds=True),
+            )
+            for layer, qkv, gate_up in self._layers
+        ]
+        self.few_rows = few_rows.choose(self._products, self._eps, timer=timer, mode=mode)
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [N, V] of a batch on the device."""
@@ -68,41 +93,48 @@ class FusedDecoder:
             if layer in layers:
                 caught[layer] = (states.clone() if rows is None else states.index_select(0, rows)).to(_STATE_DTYPE)
 
-        delta: Tensor | None = None
-        for index, (layer, qkv_proj, gate_up) in enumerate(self._layers):
-            normed = self._add_norm(x, delta, layer.input_layernorm)
-            catch(index, x)
-            qkv = F.linear(normed, *qkv_proj).view(len(x), -1, self._head_dim)  # [T, heads, D]
-            self._rotate_write(qkv, angles, index, batch)
-            query = qkv[:, : self._num_heads]
-            attended = paged_attention(query, *self._caches[index], plan, self._scale, self._windows[index])
-            delta = layer.self_attn.o_proj(attended.flatten(1))
-            normed = self._add_norm(x, delta, layer.post_attention_layernorm)
-            both = F.linear(normed, *gate_up)
-            active = both.new_empty(len(both), both.shape[1] // 2)
-            grid = (len(active), -(-active.shape[1] // _TILE))
-            kernels.silu_multiply[grid](both, active, DIM=active.shape[1], TILE=_TILE)
-            delta = layer.mlp.down_proj(active)
-        normed = self._add_norm(x, delta, self._body.norm)
+        if len(x) <= self.few_rows.max_rows:
+            for index in range(len(self._layers)):
+                catch(index, x)
+                self._run_few_rows(index, x, angles, batch)
+            delta = None
+        else:
+            delta = self._run_layers(x, angles, batch, catch)
+        normed = norm(x, delta, self._body.norm.weight, self._eps)
         catch(len(self._layers), x)
         catch(-1, normed)
         return self._lm_head(normed.index_select(0, batch.logit_rows)), caught
 
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Any) -> Tensor:
-        """Add to ``x`` [T, H] in place, and norm it."""
-        out = torch.empty_like(x)
-        kernels.add_norm[(len(x),)](
-            x,
-            x if delta is None else delta,
-            norm.weight,
-            out,
-            self._eps,
-            DIM=x.shape[1],
-            PADDED_DIM=padded_size(x.shape[1]),
-            HAS_DELTA=delta is not None,
-            num_warps=8,
-        )
-        return out
+    def _run_layers(
+        self, x: Tensor, angles: Sequence[Tensor], batch: Batch, catch: Callable[[int, Tensor], None]
+    ) -> Tensor | None:
+        """All layers on ``x`` [T, H] in place; what is to be added to it is returned."""
+        delta: Tensor | None = None
+        for index, (layer, qkv_proj, gate_up) in enumerate(self._layers):
+            normed = norm(x, delta, layer.input_layernorm.weight, self._eps)
+            catch(index, x)
+            attended = self._attend(F.linear(normed, *qkv_proj), angles, index, batch)
+            delta = layer.self_attn.o_proj(attended)
+            normed = norm(x, delta, layer.post_attention_layernorm.weight, self._eps)
+            delta = layer.mlp.down_proj(silu_multiply(F.linear(normed, *gate_up)))
+        return delta
+
+    def _run_few_rows(self, index: int, x: Tensor, angles: Sequence[Tensor], batch: Batch) -> None:
+        """A layer on ``x`` [T, H] in place."""
+        qkv, output, gate_up, down = self._products[index]
+
+        def multiply(rows: Tensor, product: Product, out: Tensor | None = None) -> Tensor:
+            return few_rows.multiply(rows, product, self._eps, self.few_rows.tiles[product.shape], out)
+
+        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, x)
+        multiply(multiply(x, gate_up), down, x)
+
+    def _attend(self, joined: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> Tensor:
+        """Write a layer's keys and values, and attend: [T, all heads · D] to [T, Hq · D]."""
+        qkv = joined.view(len(joined), -1, self._head_dim)  # [T, heads, D]
+        self._rotate_write(qkv, angles, index, batch)
+        query, window = qkv[:, : self._num_heads], self._windows[index]
+        return paged_attention(query, *self._caches[index], batch.plan, self._scale, window).flatten(1)
 
     def _rotate_write(self, qkv: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> None:
         """Norm, rotate and write what a layer attends with, ``qkv`` [T, heads of all three, D]."""
@@ -138,12 +170,13 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
     config, body = model.config, model.model
     if config.hidden_act != "silu" or (config.rope_parameters or {}).get("rope_type", "default") not in ROPE_TYPES:
         return "its activation or its rotary embedding"
-    if type(model.lm_head) is not nn.Linear or any(p.dtype not in DTYPES for p in model.parameters()):
+    if not _is_plain(model.lm_head, "GatheredLinear") or any(p.dtype not in DTYPES for p in model.parameters()):
         return "its output layer or dtype"
     for layer, (k_cache, v_cache) in zip(body.layers, caches, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
-        if not all(type(linear) is nn.Linear for linear in [*linears, attention.o_proj, mlp.down_proj]):
+        outputs = [attention.o_proj, mlp.down_proj]
+        if not all(_is_plain(linear) for linear in linears) or not all(_is_plain(x, "SummedLinear") for x in outputs):
             return "linear layers that are not plain"
         norms = [layer.input_layernorm, layer.post_attention_layernorm, body.norm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
@@ -154,10 +187,15 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
     return None
 
 
+def _is_plain(linear: nn.Module, split: str = "") -> bool:
+    """Whether a layer is one of torch, or one of :mod:`engine.parallel.shards` by that name."""
+    return type(linear) is nn.Linear or type(linear).__name__ == split
+
+
 def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One weight of several layers, and one bias, which they read from now on."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    sizes = [linear.out_features for linear in linears]
+    sizes = [len(linear.weight) for linear in linears]
     for linear, part in zip(linears, weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         linear.weight = nn.Parameter(part, requires_grad=False)
     biases = [linear.bias for linear in linears]

@@ -38,6 +38,8 @@ MAX_STATE_CHOICES: Final = 2
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
 _MAX_BYTES: Final = 2**30
 _MAX_SHARE: Final = 0.05
+#: Graphs of verdicts get as much again, divided by this.
+_SHARE_OF_VERDICTS: Final = 4
 #: What the driver keeps of a graph besides, taken to be so much.
 _DRIVER_BYTES: Final = 2**21
 
@@ -268,22 +270,29 @@ class GraphRunner:
 class CudaCapture:
     """Captures on one stream of its own, in memory that all graphs share, as they never run at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, of_verdicts: bool = False) -> None:
+        """Passes differ in shapes alone, and only the first is checked; verdicts differ, and have less memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._left = max_bytes(device)
+        self._left = max_bytes(device) // (_SHARE_OF_VERDICTS if of_verdicts else 1)
+        self._checks_all = of_verdicts
         self._is_checked = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for another."""
+        return self._left > 0
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
-        The first is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
+        It is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
 
         Raises:
             HostWaits: it waits for the device, which a graph cannot.
         """
-        if self._left <= 0:
+        if not self.has_room:
             return None
         before = torch.cuda.memory_reserved(self._device)  # of this process: others may fill the device meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -292,7 +301,7 @@ class CudaCapture:
             with nullcontext() if self._is_checked else NoSync(self._device.type):
                 run()
             run()
-            self._is_checked = True
+            self._is_checked = not self._checks_all
             self._stream.synchronize()
             # Other threads may use their streams meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -307,6 +316,28 @@ class CudaCapture:
         return graph.replay
 
 
+class AgreedCapture:
+    """Captures on all ranks of a split model or on none: a pass exchanges data with theirs, each as often as it runs.
+
+    The sums of NCCL are captured as any other kernel. A pass that cannot be captured runs as it is.
+    """
+
+    def __init__(self, capture: CudaCapture, agree: Callable[[bool], bool]) -> None:
+        """``agree``: whether something is true on all ranks, which wait for each other there."""
+        self._capture, self._agree = capture, agree
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
+        """As the capture of each rank."""
+        if not self._agree(self._capture.has_room):
+            return None
+        replay = None
+        try:
+            replay = self._capture(run)
+        except RuntimeError as error:
+            logger.warning("passes with exchanges run without CUDA graphs: %s", error)
+        return replay if self._agree(replay is not None) else None
+
+
 def max_bytes(device: torch.device) -> int:
     """Memory that graphs may take on a GPU."""
     return min(_MAX_BYTES, int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory))
@@ -314,4 +345,4 @@ def max_bytes(device: torch.device) -> int:
 
 def reserved_bytes(vocab_size: int, device: torch.device) -> int:
     """Memory to keep free of cache blocks: for the graphs and their logits."""
-    return max_bytes(device) + 4 * ROW_SIZES[-1] * vocab_size
+    return max_bytes(device) * (1 + _SHARE_OF_VERDICTS) // _SHARE_OF_VERDICTS + 4 * ROW_SIZES[-1] * vocab_size

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
-from engine.cuda.graphs import CudaCapture, GraphRunner
+from engine.cuda.graphs import AgreedCapture, CudaCapture, GraphRunner
 from engine.engine import Engine
 from engine.layers import LayerShape
 from engine.loading import kernel_check
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from engine.cuda.decoder import FusedDecoder
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def choose_runner(
@@ -79,7 +81,7 @@ def runners(
 
     On a CPU the model's linear layers are packed for all but the native decoder, which packs its own. With
     ``enforce_eager`` only runners of the model's own modules come, and its layers stay as they are. The native decoder
-    exchanges nothing with other ranks, and CUDA graphs of exchanges have not been tried.
+    exchanges nothing with other ranks.
     """
     caches = engine.pool.block_size, engine.device
     enforce_eager, num_threads, autotune = settings.enforce_eager, engine.num_threads, settings.autotune
@@ -97,18 +99,22 @@ def runners(
             yield engine.torch_runner("native attention", kernels)
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
-        if not enforce_eager and not is_split and engine.pool.states is None:
-            if (fused := fused_decoder(engine, model, shapes)) is not None:
-                yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused))
-            yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels))
+        if not enforce_eager and engine.pool.states is None:
+            if (fused := _of_all(ranks, fused_decoder(engine, model, shapes, autotune))) is not None:
+                yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
+                if fused.few_rows.max_rows:  # that runner was wrong
+                    fused.forget_few_rows()
+                    yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
+            yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels), ranks)
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
 
 
-def _with_graphs(engine: Engine, runner: TorchRunner) -> TorchRunner:
+def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None) -> TorchRunner:
+    capture = CudaCapture(engine.device)
     runner.graphs = GraphRunner(
         runner.run_modules,
-        CudaCapture(engine.device),
+        capture if ranks is None else AgreedCapture(capture, ranks.agree),
         **engine.limits,
         device=engine.device,
         forward_with_states=runner.run_modules_with_states,
@@ -117,9 +123,9 @@ def _with_graphs(engine: Engine, runner: TorchRunner) -> TorchRunner:
     return runner
 
 
-def _of_all(ranks: Ranks | None, kernels: AttentionKernels | None) -> AttentionKernels | None:
-    """The kernels, where every rank has them."""
-    return kernels if ranks is None or ranks.agree(kernels is not None) else None
+def _of_all(ranks: Ranks | None, own: T | None) -> T | None:
+    """This rank's, where every rank has it."""
+    return own if ranks is None or ranks.agree(own is not None) else None
 
 
 def checked(
@@ -159,19 +165,28 @@ def triton_attention() -> AttentionKernels | None:
     return kernels
 
 
-def fused_decoder(engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> FusedDecoder | None:
+def fused_decoder(
+    engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape], autotune: str = "off"
+) -> FusedDecoder | None:
     """The model in few launches, where it is of a known shape; else the log says why not. There is Triton."""
-    from engine.cuda import decoder  # noqa: PLC0415
+    from engine.cuda import decoder, few_rows  # noqa: PLC0415
 
     if (reason := decoder.unknown(model, engine.caches)) is not None:
         logger.info("the fused decoder does not know this model: %s", reason)
         return None
     try:
         with torch.inference_mode(False):
-            return decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
+            fused = decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
     except torch.OutOfMemoryError as error:
         logger.warning("the fused decoder is not used: %s", error)
         return None
+    try:
+        with torch.inference_mode():
+            fused.choose_few_rows(few_rows.cuda_timer, autotune)
+    except Exception as error:  # as above
+        logger.warning("linear layers of few rows are left to torch: %s: %s", type(error).__name__, error)
+        fused.forget_few_rows()
+    return fused
 
 
 def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:

@@ -30,6 +30,10 @@ class SplitModel(Protocol):
         """Run a pass on this rank."""
         ...
 
+    def warm_up_here(self) -> None:
+        """Prepare passes on this rank."""
+        ...
+
     def close(self) -> None:
         """Drop the weights and the cache, and leave the ranks."""
         ...
@@ -54,6 +58,8 @@ def follow(model: SplitModel) -> None:
                         move_entries(model.all_caches, decode_moves(message))
                 case Operation.COPY_BLOCKS:
                     copy_blocks(model.all_caches, decode_copies(message))
+                case Operation.WARM_UP:
+                    model.warm_up_here()
                 case Operation.STOP:
                     return
     finally:

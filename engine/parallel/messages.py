@@ -30,6 +30,8 @@ class Operation(IntEnum):
     COPY_BLOCKS = 3
     #: The end.
     STOP = 4
+    #: :meth:`engine.runner.Runner.warm_up`.
+    WARM_UP = 5
 
 
 def operation_of(words: Words) -> Operation:
@@ -38,7 +40,7 @@ def operation_of(words: Words) -> Operation:
 
 
 def encode(operation: Operation) -> Words:
-    """A heartbeat, or the end."""
+    """What needs no more words: a heartbeat, a warm-up, the end."""
     return _with_groups(operation, ())
 
 

@@ -164,6 +164,9 @@ class Ranks:
         if self._shared is not None and x.device.type == "cpu":
             return self._shared.gather(x)
         out = x.new_empty((self.place.size, *x.shape))
+        if x.device.type != "cpu":
+            dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+            return out
         dist.all_gather(list(out.unbind()), x.contiguous(), group=self._group)
         return out
 

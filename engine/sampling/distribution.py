@@ -61,6 +61,40 @@ class Distribution:
         return p.new_zeros(p.shape[0], self.num_tokens).scatter_(1, self.token_ids, p)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """Temperatures and bounds of R rows on their device, [R, 1] each; None: no row has that bound."""
+
+    #: float64.
+    temperature: Tensor
+    #: float64; 0 drops nothing.
+    min_p: Tensor | None = None
+    #: int64; V drops nothing.
+    top_k: Tensor | None = None
+    #: float64; 1 drops nothing.
+    top_p: Tensor | None = None
+    #: Whether top-k holds all rows that have a top-p within the tokens looked at: their mass is known then.
+    mass_is_seen: bool = False
+
+    @classmethod
+    def of(cls, rows: Rows, width: int, num_tokens: int, device: torch.device) -> Limits:
+        """Those of rows of which ``width`` tokens are looked at."""
+        params = [state.params for state in rows.states]
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return send([[value] for value in values], device, dtype)
+
+        return cls(
+            column([p.temperature for p in params], torch.float64),
+            column([p.min_p for p in params], torch.float64) if any(p.min_p > 0 for p in params) else None,
+            column([p.top_k or num_tokens for p in params], torch.int64)
+            if any(0 < p.top_k <= width for p in params)
+            else None,
+            column([p.top_p for p in params], torch.float64) if any(p.top_p < 1 for p in params) else None,
+            all(p.top_p >= 1 or 0 < p.top_k <= width for p in params),
+        )
+
+
 def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribution:
     """Distributions of rows with temperature > 0: edited logits float32 [R, V] in.
 
@@ -68,8 +102,8 @@ def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribu
     be ``exact``, a row may lack tokens on a GPU, and says so: whether it does is known there only.
     """
     if not any(state.truncates for state in rows.states):
-        top = logits.amax(-1, keepdim=True)  # [R, 1]
-        return Distribution(_weights(logits, top, _temperatures(rows, logits)), None, _valid(top), logits.shape[1])
+        temperatures = [[state.params.temperature] for state in rows.states]
+        return untruncated(logits, send(temperatures, logits.device, torch.float64))
 
     ks = [state.params.top_k or logits.shape[1] for state in rows.states]
     width = min(max(ks), logits.shape[1])
@@ -79,7 +113,13 @@ def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribu
     few = max(NUM_CANDIDATES, most + 1)
     if exact or width <= few or not all(state.truncates for state in rows.states):
         return head(logits, rows, width)
-    return _of_candidates(logits, rows, few)
+    return of_candidates(logits, Limits.of(rows, few, logits.shape[1], logits.device), few)
+
+
+def untruncated(logits: Tensor, temperature: Tensor) -> Distribution:
+    """All tokens of each row: edited logits float32 [R, V] and float64 [R, 1] in."""
+    top = logits.amax(-1, keepdim=True)  # [R, 1]
+    return Distribution(_weights(logits, top, temperature), None, _valid(top), logits.shape[1])
 
 
 def _counts_survivors(logits: Tensor) -> bool:
@@ -87,14 +127,14 @@ def _counts_survivors(logits: Tensor) -> bool:
     return logits.device.type == "cpu"
 
 
-def _of_candidates(logits: Tensor, rows: Rows, width: int) -> Distribution:
+def of_candidates(logits: Tensor, limits: Limits, width: int) -> Distribution:
     """:func:`head` without the order of all tokens: ``topk`` chooses among equal logits as it likes, so the row is
     complete if none of those that equal the last of the head survives.
     """
     values, ids = logits.topk(width, dim=-1)
     order = _keys(values, ids).argsort(dim=-1, descending=True)
     values, ids = values.gather(1, order), ids.gather(1, order)
-    found = _survivors(logits, values, ids, rows)
+    found = _survivors(logits, values, ids, limits)
     at_the_edge = (found.weights > 0) & (values == values[:, -1:])
     return replace(found, complete=~at_the_edge.any(-1))
 
@@ -121,42 +161,30 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
     min-p keeps tokens with at least that share of the largest probability; then top-k keeps exactly k (of equal
     logits the lower ids); then top-p keeps the smallest set of what is left that holds this share of its mass.
     """
-    return _survivors(logits, *_largest(logits, min(width, logits.shape[1])), rows)
+    width = min(width, logits.shape[1])
+    return _survivors(logits, *_largest(logits, width), Limits.of(rows, width, logits.shape[1], logits.device))
 
 
-def _survivors(logits: Tensor, values: Tensor, ids: Tensor, rows: Rows) -> Distribution:
+def _survivors(logits: Tensor, values: Tensor, ids: Tensor, limits: Limits) -> Distribution:
     """Those of the most likely tokens [R, W], in order."""
-    params = [state.params for state in rows.states]
     num_tokens, width = logits.shape[1], values.shape[1]
     top = logits.amax(-1, keepdim=True)  # [R, 1]; not the first of the head, which may hide a NaN
-    temperature = _temperatures(rows, logits)
-    weights = _weights(values, top, temperature)  # [R, W]
-
-    min_p = None
-    if any(p.min_p > 0 for p in params):
-        min_p = send([[p.min_p] for p in params], logits.device, torch.float64)
-        weights = weights * (weights >= min_p)
-    if any(0 < p.top_k < width for p in params):
-        k = send([[p.top_k or num_tokens] for p in params], logits.device)
-        weights = weights * (torch.arange(width, device=logits.device) < k)
-    if any(p.top_p < 1 for p in params):
-        share = send([[p.top_p] for p in params], logits.device, torch.float64)
+    weights = _weights(values, top, limits.temperature)  # [R, W]
+    if limits.min_p is not None:
+        weights = weights * (weights >= limits.min_p)
+    if limits.top_k is not None:
+        weights = weights * (torch.arange(width, device=logits.device) < limits.top_k)
+    if limits.top_p is not None:
         total = weights.sum(-1, keepdim=True)
-        unseen = [i for i, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k <= width]
-        if unseen:  # the mass of rows that top-k does not bound lies beyond the head, too: one sum for any width
-            at = send(unseen, logits.device)
-            all_weights = _weights(logits[at], top[at], temperature[at])
-            if min_p is not None:
-                all_weights *= all_weights >= min_p[at]
-            total[at] = all_weights.sum(-1, keepdim=True)
+        if not limits.mass_is_seen:  # that of rows that top-k does not bound lies beyond the head, too
+            all_weights = _weights(logits, top, limits.temperature)
+            if limits.min_p is not None:
+                all_weights *= all_weights >= limits.min_p
+            whole = all_weights.sum(-1, keepdim=True)
+            total = whole if limits.top_k is None else torch.where(limits.top_k <= width, total, whole)
         before = weights.cumsum(-1) - weights
-        weights = weights * ((before < share * total) | (share >= 1))
+        weights = weights * ((before < limits.top_p * total) | (limits.top_p >= 1))
     return Distribution(weights, ids, _valid(top), num_tokens)
-
-
-def _temperatures(rows: Rows, logits: Tensor) -> Tensor:
-    values = [[state.params.temperature] for state in rows.states]
-    return send(values, logits.device, torch.float64)  # [R, 1]
 
 
 def _weights(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from typing import Final
 
 from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
-from gateway.pacing.text_acceptance import SURPRISE, TextAcceptance
-from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
+from gateway.pacing.text_acceptance import TextAcceptance, expected_tokens, usual_rates
 from specdec.types import Verdict
 
 #: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
@@ -26,13 +25,8 @@ TRIAL_PAUSE_TOKENS: Final = 512
 #: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
 #: join late.
 TRIAL_WINDOWS: Final = 8
-#: Texts that say what is usual. The first one was never seen, so the optimism ends after eight bad texts.
-RECENT_TEXTS: Final = 8
-#: A new text is also compared with the recent texts for which speculation does not pay, if those differ from the others
-#: by so many standard deviations and had so many rounds together. Fewer deviations are chance where speculation just
-#: pays, fewer rounds where nearly all tokens are accepted.
-MIN_DEVIATIONS: Final = 3.0
-MIN_LOSING_ROUNDS: Final = 4
+#: Texts that say what is usual. The first one was never seen, so the optimism ends after some bad texts.
+RECENT_TEXTS: Final = 12
 
 
 class TargetPacer:
@@ -61,28 +55,22 @@ class DrafterPacer:
         self.target = target
         #: Open sessions that draft by this method.
         self.num_sessions = 0
+        #: Drafted tokens of a round at most, in the latest session that may draft.
+        self.limit = 0
         #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
         #: The mode that all sessions try at the moment.
         self.trial: Mode | None = None
-        #: Acceptance rates by position that are usual in the recent texts for which speculation pays.
-        self.usual: list[float] = []
-        #: Acceptance rates in the recent texts for which speculation does not pay; empty where there are no such texts,
-        #: or where the difference may be chance.
-        self._losing_rates: list[float] = []
-        #: log(number of texts for which speculation does not pay / number of those for which it does).
-        self._log_losing_odds = 0.0
+        #: Texts that had a round.
+        self.recent = deque((TextAcceptance(),), maxlen=RECENT_TEXTS)
+        #: What is usual in them, and ``num_changes`` when it was.
+        self._usual: tuple[int, list[float]] = (-1, [])
         self._times: defaultdict[int, RoundTimes] = defaultdict(RoundTimes)
-        self._first = TextAcceptance.first(MAX_SPECULATIVE_TOKENS)
-        self._recent = deque((self._first,), maxlen=RECENT_TEXTS)
-        #: For each recent text its best speedup, and the cost of a round of that length in plain tokens.
-        self._best_rounds: list[tuple[float, float]] = []
-        self._compared: tuple[RoundTimes, int] | None = None
         #: Counts what may change the choice of sessions that decode plainly.
         self.num_changes = 0
         self._trial_begin_ns = self._trial_end_ns = 0
-        #: Nanoseconds that trials have lost beyond the allowed share of the time.
-        self._debt_ns = 0.0
+        #: Before then no trial begins.
+        self._next_trial_ns = 0
 
     @property
     def times(self) -> RoundTimes:
@@ -90,101 +78,66 @@ class DrafterPacer:
         load = round(math.log2(max(self.target.num_sessions, 1)))
         return self._times[load]
 
-    def add_text(self, acceptance: TextAcceptance) -> None:
-        """Take a text that had its first round for a recent one."""
-        self._recent.append(acceptance)
+    def usual(self, num_tokens: int) -> list[float]:
+        """Rates of the first ``num_tokens`` positions in the recent texts; they are looked at once a window."""
+        since, rates = self._usual
+        if since != self.num_changes or len(rates) < num_tokens:
+            rates = usual_rates(self.recent, max(num_tokens, self.limit))
+            self._usual = self.num_changes, rates
+        return rates[:num_tokens]
 
-    def speedups(self, expected: list[float]) -> list[float]:
-        """Speed of rounds with 0, 1, … drafted tokens over plain decoding; ``expected`` are the tokens they commit."""
-        times = self.times
-        return [1.0, *(tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k)]
-
-    def expected_tokens(self, text: TextAcceptance, num_tokens: int) -> list[float]:
-        """Tokens that rounds of a text with 0, 1, … ``num_tokens`` drafted ones are expected to commit."""
-        return text.expected_tokens(num_tokens, self.usual, 0.0 if self._is_losing(text) else SURPRISE)
-
-    def _is_losing(self, text: TextAcceptance) -> bool:
-        """Whether a text is more likely one of the recent texts for which speculation does not pay."""
-        if not self._losing_rates or text.is_empty:
-            return False
-        return text.log_likelihood(self._losing_rates) + self._log_losing_odds > text.log_likelihood(self.usual)
-
-    def starts_with_rounds(self, num_remaining: int) -> bool:
-        """Whether the first rounds of a text are worth their cost, if it is like one of the recent texts.
-
-        A text for which speculation pays gains for the rest of the request. Another one loses until it is told from
-        the usual ones: the smaller the loss of each round, the later.
+    def speedups(self, text: TextAcceptance, limit: int) -> list[float]:
+        """Expected speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones
+        count.
         """
-        gain = 0.0
-        for speedup, cost in self._best_rounds:
-            if speedup > 1.0:
-                gain += num_remaining * (1.0 - 1.0 / speedup)
-            elif speedup < 1.0:
-                gain -= min(num_remaining * (1.0 / speedup - 1.0), SURPRISE * cost / (1.0 - speedup))
-        return gain > 0.0
+        times, depth = self.times, limit if self.tree_depth is None else min(self.tree_depth, limit)
+        expected = expected_tokens(text.rates(self.usual(depth)))
+        if self.tree_depth is not None:
+            return [1.0, expected[-1] / times.round_cost(limit)]
+        return [1.0, *(tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k)]
 
     def record(self, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
         """A session took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for ``num_tokens`` others."""
         if self.times.record(self.num_sessions, cycle_ns, num_tokens, num_asked, now_ns):
             self.num_changes += 1
-            self._update_trial(now_ns)
-
-    def compare_texts(self, limit: int, now_ns: int) -> None:
-        """Check the recent texts at the present load, once a window."""
-        times = self.times
-        if self._compared is not None and self._compared[0] is times and now_ns - self._compared[1] < WINDOW_NS:
-            return
-        self._compared = times, now_ns
-        self._best_rounds = []
-        good: list[TextAcceptance] = []
-        losing: list[TextAcceptance] = []
-        pool = TextAcceptance.pooled(self._recent).rates(MAX_SPECULATIVE_TOKENS)
-        for text in self._recent:
-            # To tell texts from each other takes less than to give one up; the first one is always itself.
-            num_deviations = 0.0 if text is self._first else SURPRISE / 2.0
-            like = self._losing_rates if self._is_losing(text) else pool
-            speedups = self.speedups(text.expected_tokens(limit, like, num_deviations))
-            k = max(range(1, len(speedups)), key=speedups.__getitem__)
-            self._best_rounds.append((speedups[k], times.round_cost(k)))
-            (good if speedups[k] > 1.0 else losing).append(text)
-        self.usual = TextAcceptance.pooled(good or self._recent).rates(MAX_SPECULATIVE_TOKENS)
-        self._losing_rates, others = [], TextAcceptance.pooled(losing)
-        if good and others.num_rounds >= MIN_LOSING_ROUNDS and not others.is_like(self.usual, MIN_DEVIATIONS):
-            self._losing_rates, self._log_losing_odds = (
-                others.rates(MAX_SPECULATIVE_TOKENS),
-                math.log(len(losing) / len(good)),
-            )
+            if self.trial is None:
+                self._begin_trial(now_ns)
+            else:
+                self._end_trial(now_ns)
 
     def end_late_trial(self, now_ns: int) -> None:
         """End a trial whose time is over, though no window closed: its sessions have left."""
         if self.trial is not None and now_ns > self._trial_end_ns:
-            self.trial, self._trial_end_ns = None, now_ns
+            self.trial = None
 
-    def _update_trial(self, now_ns: int) -> None:
-        """Begin a trial that is due, end one that is over."""
+    def _begin_trial(self, now_ns: int) -> None:
+        """Begin a trial that is due, of the mode that was measured longest ago."""
         times = self.times
-        if self.trial is not None:
-            measured_ns = times.plain_at_ns if self.trial is Mode.PLAIN else times.round_at_ns
-            if measured_ns > self._trial_begin_ns or now_ns > self._trial_end_ns:
-                self.trial, self._trial_end_ns = None, now_ns
-            return
-        pause_ns = TRIAL_PAUSE_TOKENS * times.plain_ns if times.is_certain else 0.0
-        if self._debt_ns > 0.0 or not times.is_measured or now_ns - self._trial_end_ns < pause_ns:
-            return
         oldest_ns = min(times.plain_at_ns, times.round_at_ns)
-        if oldest_ns and now_ns - oldest_ns < pause_ns:
+        is_late = not oldest_ns or now_ns - oldest_ns >= self._least_pause_ns
+        if not (self.limit and times.is_measured and is_late) or now_ns < self._next_trial_ns:
             return
         self.trial = Mode.PLAIN if times.plain_at_ns == oldest_ns else Mode.SPECULATIVE
         self.target.stats.num_trials[self.trial] += 1
         window_ns = max(float(WINDOW_NS), WINDOW_VERDICTS * times.round_cost(0) * times.plain_ns)
         self._trial_begin_ns, self._trial_end_ns = now_ns, now_ns + int(TRIAL_WINDOWS * window_ns)
 
-    def book(self, cycle_ns: int, lost_ns: float) -> None:
-        """Account for a session's cycle of ``cycle_ns``, of which a trial lost ``lost_ns``."""
-        count, stats = max(self.target.num_sessions, 1), self.target.stats
-        stats.busy_s += cycle_ns / count / 1e9
-        stats.trial_loss_s += lost_ns / count / 1e9
-        self._debt_ns = max(0.0, self._debt_ns + (lost_ns - ALLOWED_LOSS * cycle_ns) / count)
+    def _end_trial(self, now_ns: int) -> None:
+        """End a trial that is over; the more it lost, the later comes the next one."""
+        times = self.times
+        measured_ns = times.plain_at_ns if self.trial is Mode.PLAIN else times.round_at_ns
+        if measured_ns <= self._trial_begin_ns and now_ns <= self._trial_end_ns:
+            return
+        speedups = self.speedups(TextAcceptance(), self.limit)
+        lost = 1.0 - speedups[-1] if self.trial is Mode.SPECULATIVE else 1.0 - 1.0 / max(speedups)
+        lost_ns = max(lost, 0.0) * (now_ns - self._trial_begin_ns)
+        self.target.stats.trial_loss_s += lost_ns / 1e9
+        self._next_trial_ns = now_ns + int(max(lost_ns / ALLOWED_LOSS, self._least_pause_ns))
+        self.trial = None
+
+    @property
+    def _least_pause_ns(self) -> float:
+        return TRIAL_PAUSE_TOKENS * self.times.plain_ns if self.times.is_certain else 0.0
 
 
 class SessionPace:
@@ -202,8 +155,11 @@ class SessionPace:
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
         self._is_open = True
+        #: Whether the text had a round, so that it is one of the recent ones.
+        self._is_known = False
         #: ``num_changes`` of the drafter when this session last chose.
         self._num_changes = -1
+        drafter.limit = limit or drafter.limit
         drafter.num_sessions += 1
         drafter.target.num_sessions += 1
 
@@ -214,17 +170,18 @@ class SessionPace:
             self._drafter.end_late_trial(now_ns)
         if self.k or self._num_changes != self._drafter.num_changes:
             self._num_changes, self.speedup = self._drafter.num_changes, 1.0
-            self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
+            self.k = self._choose(limit) if limit else 0
         return self.k
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         drafter, num_tokens, stats = self._drafter, len(verdict.token_ids), self._drafter.target.stats
         if num_asked:
-            if self._acceptance.is_empty:
-                drafter.add_text(self._acceptance)
             # Near the end of a request trees are low.
             drafter.tree_depth = None if tree_depth is None else max(tree_depth, drafter.tree_depth or 0)
+            if not self._is_known:
+                self._is_known = True
+                drafter.recent.append(self._acceptance)
             self._acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
         if self._limit:
             stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
@@ -232,9 +189,9 @@ class SessionPace:
         last_ns, self._last_ns = self._last_ns, now_ns
         if last_ns is None or not num_tokens:
             return
-        drafter.record(now_ns - last_ns, num_tokens, num_asked, now_ns)
         if self._limit:
-            drafter.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
+            stats.busy_s += (now_ns - last_ns) / drafter.target.num_sessions / 1e9
+        drafter.record(now_ns - last_ns, num_tokens, num_asked, now_ns)
 
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
@@ -247,36 +204,20 @@ class SessionPace:
             self._drafter.num_sessions -= 1
             self._drafter.target.num_sessions -= 1
 
-    def _choose(self, limit: int, num_remaining: int, now_ns: int) -> int:
+    def _choose(self, limit: int) -> int:
         drafter = self._drafter
         if drafter.trial is Mode.PLAIN or not drafter.times.is_measured:
             return 0
         is_tree = drafter.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
         if drafter.trial is Mode.SPECULATIVE:
             if not self.k:
-                self._acceptance = TextAcceptance()  # the text has moved on: its bad beginning counts no more
+                self._acceptance.forget()  # the text has moved on: its bad beginning counts no more
             return self._limit if is_tree else limit  # fewer tokens would not show long copies
-        drafter.compare_texts(self._limit, now_ns)
-        speedups = self._speedups(limit)
+        if is_tree:
+            limit = self._limit
+        speedups = drafter.speedups(self._acceptance, limit)
         best = max(range(1, len(speedups)), key=speedups.__getitem__)
-        if speedups[best] <= 1.0 or not (self.k or drafter.starts_with_rounds(num_remaining)):
+        if speedups[best] <= 1.0:
             return 0
         self.speedup = speedups[best]
         return self._limit if is_tree else best
-
-    def _speedups(self, limit: int) -> list[float]:
-        """Speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones count."""
-        drafter = self._drafter
-        if drafter.tree_depth is None:
-            return drafter.speedups(drafter.expected_tokens(self._acceptance, limit))
-        depth = min(drafter.tree_depth, self._limit)
-        whole = drafter.expected_tokens(self._acceptance, depth)[-1]
-        return [1.0, whole / drafter.times.round_cost(self._limit)]
-
-    def _trial_loss_ns(self, num_tokens: int, num_asked: int) -> float:
-        """What a cycle loses in a trial against the mode that seems faster, at the usual times."""
-        if self._drafter.trial is None:
-            return 0.0
-        times = self._drafter.times
-        cost = times.round_cost(num_asked) if num_asked else num_tokens
-        return (cost - num_tokens / max(self._speedups(self._limit))) * times.plain_ns

@@ -123,8 +123,8 @@ class StepBatcher:
     def _schedule(self) -> list[tuple[Session, ScheduledSequence]]:
         """Choose what the next step feeds, now in flight. Sessions that were not served in full stay ready."""
         rounds, prompts = self._sort_ready()
-        sizes = [session.num_round_tokens for session in rounds]
-        count = take_rounds(sizes, sum(session.num_missing for session in prompts), self._max_tokens)
+        sizes = [session.feed.num_round_tokens for session in rounds]
+        count = take_rounds(sizes, sum(session.feed.num_missing for session in prompts), self._max_tokens)
         fitting = zip(rounds[:count], sizes, strict=False)
         scheduled = [(session, session.next_round()) for session, size in fitting if self._has_room(session, size)]
         # Rounds may have taken the blocks of others.
@@ -134,7 +134,7 @@ class StepBatcher:
             is_drafting = any(part.proposed_token_ids for _, part in scheduled)
             is_drafting = is_drafting or self._coalescer.expects(time.perf_counter_ns())
             room = prefill_room(num_round_tokens, self._max_tokens, is_drafting=is_drafting)
-            needs = [session.num_missing for session in prompts]
+            needs = [session.feed.num_missing for session in prompts]
             for session, num_tokens in zip(prompts, share_prefill(needs, room), strict=True):
                 if num_tokens:
                     scheduled.append((session, session.next_chunk(num_tokens)))
@@ -153,16 +153,16 @@ class StepBatcher:
         prompts: list[Session] = []
         computed: set[Hashable] = set()
         for session in [*self._ready]:
-            if session.is_behind:
+            if session.feed.is_behind:
                 sequence = session.step_session.sequence
                 block = memory.match(sequence)
-                if session.num_missing:
+                if session.feed.num_missing:
                     if not memory.is_waiting(sequence) and block not in computed:
                         prompts.append(session)
                         computed |= {block} - {None}
                     continue
-                session.is_behind = False
-            if session.has_round:
+                session.feed.is_behind = False
+            if session.feed.has_round:
                 rounds.append(session)
             else:
                 del self._ready[session]
@@ -199,7 +199,7 @@ class StepBatcher:
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
             if not part.is_multi_step or not session.continues(part_result):
                 return None
-            following = part.following(part_result.cut.token_ids, session.forced())
+            following = part.following(part_result.cut.token_ids, session.feed.forced())
             sequence = part.session.sequence
             if sequence.length + len(following.token_ids) > sequence.capacity:
                 return None  # the event loop gives it more blocks

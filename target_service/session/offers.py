@@ -8,6 +8,7 @@ from enum import Enum, auto
 from specdec.errors import InvalidRequest
 from specdec.trees import is_chain
 from specdec.types import DraftedRound, Proposal
+from target_service.session.progress import Progress, State
 from target_service.session.streamed_chain import StreamedChain
 from target_service.step import StepSession
 from target_service.verification.rounds import check_draft
@@ -29,8 +30,9 @@ class Fate(Enum):
 class Offers:
     """What was offered to a session and no step has taken yet."""
 
-    def __init__(self, step_session: StepSession) -> None:
+    def __init__(self, step_session: StepSession, progress: Progress) -> None:
         self._session = step_session
+        self._progress = progress
         #: The round asked for.
         self.asked: Proposal | None = None
         #: What a draft streams, and how much of it a round verifies; None: none does.
@@ -60,40 +62,56 @@ class Offers:
             )
         return chain
 
-    def cut(self, proposal: Proposal, committed_len: int) -> Proposal:
+    def fate(self, base_len: int) -> Fate:
+        """What becomes of a proposal for this length, now."""
+        progress = self._progress
+        if progress.is_multi_step:
+            return Fate.REPLACES_TOKEN
+        if base_len == progress.committed_len and progress.state is State.IDLE:
+            return Fate.STARTS
+        return Fate.SUPERSEDED if progress.may_be_late(base_len) else Fate.STALE
+
+    def cut(self, proposal: Proposal) -> Proposal:
         """The proposal without what it cannot bring: near its limit a sequence has no room for all drafted tokens."""
-        room = self._session.stop_criteria.room(committed_len) - 1
-        num_entries = self._session.max_entries - committed_len  # siblings take room of their own
+        room = self._session.stop_criteria.room(self._progress.committed_len) - 1
+        num_entries = self._session.max_entries - self._progress.committed_len  # siblings take room of their own
         return _as_chain(proposal.cut(num_entries, max_depth=room))
 
-    def fitted(self, proposal: Proposal | None, committed_len: int) -> Proposal | None:
+    def fitted(self, proposal: Proposal | None) -> Proposal | None:
         """What takes the place of multi-step decode's next token; None where nothing is left."""
-        fitted = None if proposal is None else self.cut(proposal, committed_len)
+        fitted = None if proposal is None else self.cut(proposal)
         return fitted if fitted is not None and fitted.token_ids else None
 
-    def commit(self, token_ids: tuple[int, ...], committed_len: int, *, is_multi_step: bool) -> bool:
+    def commit(self, token_ids: tuple[int, ...]) -> bool:
         """Tokens were committed: keep what is left of the round asked for. Whether it was dropped.
 
-        ``committed_len``: with the tokens. ``is_multi_step``: multi-step decode continues; else no round can be asked
-        for any more, one that came during a step of it included.
+        Once multi-step decode has ended no round can be asked for, one that came during a step of it included.
         """
         if self.chain is not None:
             self.chain.commit(token_ids)
-            self.ask_streamed(committed_len if is_multi_step else None)
+            self._ask_streamed()
             return False
         if self.asked is None:
             return False
-        self.asked = self.fitted(self.asked.after(token_ids), committed_len) if is_multi_step else None
+        self.asked = self.fitted(self.asked.after(token_ids)) if self._progress.is_multi_step else None
         return self.asked is None
 
-    def ask_streamed(self, committed_len: int | None) -> None:
-        """Ask for what the draft has streamed by now, if anything; None: no token may follow."""
+    def add_streamed(self, proposal: Proposal) -> bool:
+        """A proposal of the stream came; see :meth:`StreamedChain.add`. Nothing where the stream has ended."""
+        if self.chain is None:
+            return False
+        length = self._progress.committed_len
+        known = tuple(self._session.state.token_ids[proposal.base_len : length])
+        begins = self.chain.add(self.check(proposal), known, length)
+        self._ask_streamed()
+        return begins
+
+    def _ask_streamed(self) -> None:
+        """Ask for what the draft has streamed by now, if anything, as long as a token may follow."""
         assert self.chain is not None
-        token_ids = self.chain.token_ids[: self.num_streamed] if committed_len is not None else ()
-        self.asked = None
-        if token_ids:
-            assert committed_len is not None
-            self.asked = self.fitted(Proposal(self._session.spec.epoch, committed_len, token_ids), committed_len)
+        token_ids = self.chain.token_ids[: self.num_streamed] if self._progress.is_multi_step else ()
+        proposal = Proposal(self._session.spec.epoch, self._progress.committed_len, token_ids)
+        self.asked = self.fitted(proposal) if token_ids else None
 
     def streamed_round(self, num_tokens: int) -> DraftedRound | None:
         """What the verdict of a step with so many streamed tokens tells of them; None where nothing is streamed yet."""

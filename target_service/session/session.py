@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Final, Protocol
 
-from engine.kv_sequence import KVSequence
+from engine.kv_pool import KVPool
 from specdec.errors import TandemError, Unavailable
 from specdec.types import (
     DraftedRound,
@@ -21,14 +20,13 @@ from specdec.types import (
     TargetOpened,
     Verdict,
 )
+from target_service.session.feed import Feed
 from target_service.session.offers import Fate, Offers
 from target_service.session.progress import Progress, State
 from target_service.session.streamed_chain import StreamedChain
 from target_service.session.verdict_queue import VerdictQueue
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 
-#: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
-MAX_SCORED_ROWS: Final = 64
 #: Tokens of a prompt between two copies of its recurrent states, at least, and copies of one prompt beside that of its
 #: end, at most. A copy of Qwen3.5-9B's takes 115 MB.
 MIN_SNAPSHOT_INTERVAL: Final = 512
@@ -58,14 +56,6 @@ class SessionOwner(Protocol):
         """Count proposals that were dropped because multi-step decode had gone on."""
         ...
 
-    def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
-        """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
-        ...
-
-    def keep_states(self, sequence: KVSequence, interval: int) -> None:
-        """Let others go on with its recurrent states, unless those of the last ``interval`` entries are kept."""
-        ...
-
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended."""
         ...
@@ -90,6 +80,7 @@ class Session:
     def __init__(
         self,
         step_session: StepSession,
+        pool: KVPool,
         owner: SessionOwner,
         asked_ns: int,
         *,
@@ -106,23 +97,23 @@ class Session:
         self.num_cached_tokens = step_session.sequence.length
         #: Times that it lost its blocks.
         self.num_preemptions = 0
-        #: Whether any of its tokens may have no entry. False spares :attr:`num_missing`: between two steps of 64
-        #: sessions that decode the event loop then needs 619 µs, not 694 (without a model).
-        self.is_behind = True
         #: Called when tokens were committed.
         self.on_committed: Callable[[], None] | None = None
         #: Nanoseconds of the latest step that committed any.
         self.step_ns = 0
         #: What the verdict of the round that is asked for tells of its proposal.
         self.drafted: DraftedRound | None = None
+        self._pool = pool
         self._owner = owner
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
         self._opened: TargetOpened | None = None
         self._first: Verdict | None = None
         self._prompt_logprobs: list[PositionLogprobs] = []
-        self._offers = Offers(step_session)
         self._progress = Progress(len(spec.token_ids), step_session.stop_criteria)
+        self._offers = Offers(step_session, self._progress)
+        #: What the next step gets.
+        self.feed = Feed(step_session, self._progress, self._offers)
         self._verdicts = VerdictQueue(last_state_only=spec.last_hidden_state_only)
         #: Gets the prompt's hidden states.
         self._on_states = on_states or self._verdicts.add_states
@@ -192,34 +183,21 @@ class Session:
             self._owner.count_stale()
             return
         until_after = progress.limit(proposal.base_len + multi_step_tokens) if multi_step_tokens else 0
-        match self._fate_of(proposal):
+        match self._offers.fate(proposal.base_len):
             case Fate.STARTS:
-                self._start(proposal, until_after)
+                self._offers.asked = self._offers.cut(proposal)
+                progress.ask(until_after)
+                self._get_ready()
             case Fate.REPLACES_TOKEN:
-                known = self.step_session.state.token_ids[proposal.base_len : progress.committed_len]
-                self._replace_token(proposal.after(tuple(known)), until_after)
+                fitted = self._offers.fitted(proposal.after(self.committed_token_ids(proposal.base_len)))
+                self._owner.count_superseded(fitted is None or self._offers.asked is not None)
+                if fitted is not None:
+                    self._offers.asked = fitted
+                    progress.ask_in_place(until_after)
             case Fate.SUPERSEDED:
                 self._owner.count_superseded()
             case Fate.STALE:
                 self._owner.count_stale()
-
-    def _fate_of(self, proposal: Proposal) -> Fate:
-        progress = self._progress
-        if progress.is_multi_step:
-            return Fate.REPLACES_TOKEN
-        if proposal.base_len == progress.committed_len and progress.state is State.IDLE:
-            return Fate.STARTS
-        if progress.may_be_late(proposal.base_len):
-            return Fate.SUPERSEDED
-        return Fate.STALE
-
-    def _replace_token(self, rest: Proposal | None, until_after: int) -> None:
-        """Ask for what is left of a proposal in place of the next token of multi-step decode, if anything is."""
-        fitted = self._offers.fitted(rest, self.committed_len)
-        self._owner.count_superseded(fitted is None or self._offers.asked is not None)
-        if fitted is not None:
-            self._offers.asked = fitted
-            self._progress.ask_in_place(until_after)
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
         """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, without offers.
@@ -234,9 +212,8 @@ class Session:
         if not self._progress.decode(committed_len, num_tokens):
             self._owner.count_stale()
             return
-        if self.has_round and not self.in_flight:
-            self._asked_ns = time.perf_counter_ns()
-            self._owner.ready(self)
+        if self.feed.has_round:
+            self._get_ready()
 
     @property
     def may_stream(self) -> bool:
@@ -263,14 +240,7 @@ class Session:
         Raises:
             InvalidRequest: it cannot be verified.
         """
-        chain = self._offers.chain
-        if chain is None:
-            return False
-        begins = chain.add(
-            self._offers.check(proposal), self.committed_token_ids(proposal.base_len), self.committed_len
-        )
-        self._offers.ask_streamed(self.committed_len if self._progress.is_multi_step else None)
-        return begins
+        return self._offers.add_streamed(proposal)
 
     async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
@@ -317,18 +287,9 @@ class Session:
     # --- between the steps, called by the batcher ---
 
     @property
-    def num_missing(self) -> int:
-        """Tokens of the prompt that are not fed yet; after the session was preempted all that have lost their entries.
-        Nothing is decided before they are fed.
-        """
-        if self._progress.state is State.OVER:
-            return 0
-        return self._num_needed - self.step_session.sequence.length
-
-    @property
     def has_work(self) -> bool:
         """Whether it has something to feed."""
-        return self._progress.state is State.PREFILL or self.has_round
+        return self._progress.state is State.PREFILL or self.feed.has_round
 
     @property
     def idle_ns(self) -> int:
@@ -341,13 +302,7 @@ class Session:
         token_ids, is_prefill = self.step_session.state.token_ids, self._progress.state is State.PREFILL
         if is_prefill and not may_reuse(self.spec):
             return token_ids, 0
-        return token_ids, self._num_needed - is_prefill
-
-    @property
-    def _num_needed(self) -> int:
-        """Entries that come before the next decision."""
-        state = self.step_session.state
-        return len(state) if self._progress.state is State.PREFILL else len(state) - 1
+        return token_ids, self.feed.num_needed - is_prefill
 
     def matched(self, num_tokens: int) -> None:
         """Entries of others stand for more of its tokens."""
@@ -357,71 +312,21 @@ class Session:
     def preempt(self) -> None:
         """Its blocks were taken; it is in no step. Everything is fed again when it gets others."""
         self.num_preemptions += 1
-        self.is_behind = True
+        self.feed.is_behind = True
         self._prompt_logprobs.clear()
-
-    @property
-    def has_round(self) -> bool:
-        """Whether a round, or a token of multi-step decode, is to be fed."""
-        progress = self._progress
-        return progress.is_multi_step or (progress.state is State.ROUND and self._offers.asked is not None)
-
-    @property
-    def num_round_tokens(self) -> int:
-        """Tokens of the round that is ready, at most; 0 without one."""
-        if not self.has_round:
-            return 0
-        asked = self._offers.asked
-        return max(0 if asked is None else len(asked.token_ids), len(self.forced())) + 1
-
-    def forced(self) -> tuple[int, ...]:
-        """What the grammar forces next, as far as it may be committed. Called by whom the step session belongs to."""
-        grammar, state = self.step_session.grammar, self.step_session.state
-        if grammar is None:
-            return ()
-        is_round, progress = self._offers.asked is not None, self._progress
-        limit = self.step_session.stop_criteria.max_len if is_round else progress.multi_step_until
-        forced = grammar.forced[: max(0, limit - len(state) - 1)]
-        # A tokenizer may have tokens that the model lacks.
-        return tuple(takewhile(lambda token_id: token_id < state.num_tokens, forced))
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The next ``num_rows`` missing tokens or fewer, now in flight."""
-        is_prefill = self._progress.state is State.PREFILL
-        if is_prefill and self.spec.params.prompt_logprobs is not None:
-            num_rows = min(num_rows, MAX_SCORED_ROWS)
         self.in_flight = True
-        sequence = self.step_session.sequence
-        num_missing, start = self.num_missing, sequence.length
-        if start < sequence.fork:
-            num_rows = min(num_rows, sequence.fork - start)
-        token_ids = self.step_session.state.token_ids[start : start + min(num_rows, num_missing)]
-        decides = is_prefill and num_rows >= num_missing
-        return ScheduledSequence(self.step_session, token_ids, decides=decides, is_prefill=is_prefill)
+        return self.feed.chunk(num_rows)
 
     def next_round(self) -> ScheduledSequence:
         """The round that is ready, now in flight."""
         self.in_flight = True
-        forced = self.forced()
-        asked, self._offers.asked = self._offers.asked, None
-        last = self.step_session.state.token_ids[-1]
-        if asked is None:
-            return ScheduledSequence(self.step_session, (last, *forced), decides=True, draft_token_ids=forced)
-        self._progress.take_round()
-        grammar = self.step_session.grammar
-        drafts = asked if grammar is None else grammar.drafts(asked, len(forced))
-        if streamed := self._offers.streamed_round(min(len(asked.token_ids), len(drafts.token_ids))):
+        part = self.feed.take_round()
+        if part.is_round and (streamed := self._offers.streamed_round(len(part.proposed_token_ids))):
             self.drafted = streamed  # now: the stream may end before the verdict
-        return ScheduledSequence(
-            self.step_session,
-            (last, *drafts.token_ids),
-            decides=True,
-            draft_token_ids=drafts.token_ids,
-            q_rows=drafts.q_rows,
-            proposed_token_ids=() if asked.parents and not drafts.parents else asked.token_ids[: len(drafts.token_ids)],
-            parents=drafts.parents,
-            is_round=True,
-        )
+        return part
 
     def continues(self, result: PartResult) -> bool:
         """Whether multi-step decode continues after this result of a step. Called on the device thread, which owns the
@@ -447,12 +352,15 @@ class Session:
             self.fail(result.error)
         else:
             length = len(state) - 1 if part.decides else sequence.length
-            self._owner.keep(sequence, length, () if self.has_failed else state.token_ids)
+            if sequence.length != length:
+                self._pool.rollback(sequence, length)
+            if sequence.length >= sequence.publishable_from and not self.has_failed:
+                self._pool.publish(sequence, state.token_ids)
             if part.is_prefill:
                 is_due = part.decides or sequence.length == sequence.fork
                 interval = max(MIN_SNAPSHOT_INTERVAL, len(state) // MAX_SNAPSHOTS)
-                self._owner.keep_states(sequence, 0 if is_due else interval)
-            self.is_behind = not part.decides or sequence.length != length
+                self._pool.keep_states(sequence, 0 if is_due else interval)
+            self.feed.is_behind = not part.decides or sequence.length != length
         if self._closing:
             self._release()
         elif self._failure is None and part.decides:
@@ -496,7 +404,11 @@ class Session:
         if not part.is_round:
             # Of a stream every step is a round, that of no tokens included: so pacing sees what the stream is worth.
             drafted = self._offers.streamed_round(0)
-        self._proceed(token_ids)
+        # Keep what is left of the round asked for, or ask for more.
+        dropped = self._offers.clear() if self.finish_reason is not None else self._offers.commit(token_ids)
+        self._owner.count_superseded(dropped)
+        if self.on_committed is not None:
+            self.on_committed()
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:
             self._verdicts.add_states(states[0])
@@ -520,25 +432,12 @@ class Session:
         if not self._may_gather(self._verdicts.gather_until_ns):
             self._verdicts.wake()
 
-    def _proceed(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: keep what is left of the round asked for, or ask for more."""
-        offers, progress = self._offers, self._progress
-        if self.finish_reason is None:
-            dropped = offers.commit(token_ids, progress.committed_len, is_multi_step=progress.is_multi_step)
-        else:
-            dropped = offers.clear()
-        self._owner.count_superseded(dropped)
-        if self.on_committed is not None:
-            self.on_committed()
-
     # --- inside ---
 
-    def _start(self, proposal: Proposal, until_after: int = 0) -> None:
-        """Ask for the proposal's round. Multi-step decode follows, up to length ``until_after``."""
-        self._offers.asked = self._offers.cut(proposal, self.committed_len)
-        self._progress.ask(until_after)
-        self._asked_ns = time.perf_counter_ns()
+    def _get_ready(self) -> None:
+        """Something was asked for. A step that carries the session gets it ready at its end."""
         if not self.in_flight:
+            self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
 
     def _may_gather(self, until_ns: int) -> bool:

@@ -1,10 +1,13 @@
-"""Verification with tensors, on any device: rounds of one kind are decided together, with one transfer to the host."""
+"""Verification with tensors, on any device: rounds of one kind are decided together, with one transfer to the host.
+
+On a GPU :mod:`target_service.verification.captured` decides what it knows of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
 from specdec.rules import Rule
 from specdec.trees import depths
+from target_service.verification.captured import WALK, GpuVerdicts
 from target_service.verification.logprobs import read, score
 from target_service.verification.rounds import Outcome, Round
 from target_service.verification.rules import greedy
@@ -24,21 +28,30 @@ from target_service.verification.rules.inputs import RuleInput
 from target_service.verification.rules.registry import VERIFY
 
 
-def verify_with_tensors(logits: Tensor, rounds: Sequence[Round], *, exact: bool = False) -> list[Outcome]:
+def verify_with_tensors(
+    logits: Tensor, rounds: Sequence[Round], *, exact: bool = False, on_gpu: GpuVerdicts | None = None
+) -> list[Outcome]:
     """:meth:`Verifier.verify <target_service.verification.verifier.Verifier.verify>` on any device.
 
-    Unless it is ``exact``, rounds whose distributions turn out to lack tokens are decided once more, exactly.
+    ``on_gpu`` decides what it knows. Unless it is ``exact``, rounds whose distributions turn out to lack tokens are
+    decided once more, exactly.
     """
-    of_kind: dict[tuple[Rule | None, bool, bool], list[int]] = {}
+    of_kind: dict[tuple[Hashable | None, object], list[int]] = {}
     for i, r in enumerate(rounds):
-        of_kind.setdefault(_kind(r), []).append(i)
-    together = [part for indices in of_kind.values() for part in _cut(indices, rounds, logits.shape[1])]
-    groups = [_Group.of(logits, [rounds[i] for i in indices], exact=exact) for indices in together]
-    host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
+        known = None if on_gpu is None or exact else on_gpu.kind(r)
+        of_kind.setdefault((known, _kind(r) if known is None else None), []).append(i)
+    together = [
+        (known, part)
+        for (known, _), indices in of_kind.items()
+        for part in ([indices] if known == WALK else _cut(indices, rounds, logits.shape[1]))
+    ]
+    groups = [_Group([rounds[i] for i in part], logits.device, exact, known, on_gpu) for known, part in together]
+    values = [part for group in groups for part in group.decide(logits)]
+    host = (torch.cat(values) if len(values) > 1 else values[0]).tolist()
 
     outcomes: list[Outcome | None] = [None] * len(rounds)
     at = 0
-    for group, indices in zip(groups, together, strict=True):
+    for group, (_, indices) in zip(groups, together, strict=True):
         for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
             outcomes[i] = outcome
         at += group.num_values
@@ -71,29 +84,36 @@ def _kind(r: Round) -> tuple[Rule | None, bool, bool]:
     return (None, False, is_tree) if r.state.params.greedy else (r.rule, r.state.truncates, is_tree)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """Rounds of one kind and their rows, one after the other."""
 
     rounds: Sequence[Round]
-    drafts: Drafts
-    rows: Rows
-    #: For each row of the group its row in the step's logits.
-    logit_rows: Sequence[int]
+    device: torch.device
     #: Whether no distribution may lack tokens.
     exact: bool
+    #: Their kind, and what decides them in place of tensors.
+    known: Hashable | None = None
+    on_gpu: GpuVerdicts | None = None
 
-    @classmethod
-    def of(cls, logits: Tensor, rounds: Sequence[Round], *, exact: bool) -> _Group:
-        token_ids, parents = [r.draft_token_ids for r in rounds], [r.parents for r in rounds]
-        is_tree = len(parents[0]) > 0
-        return cls(
-            rounds,
-            Drafts.trees(token_ids, parents, logits.device) if is_tree else Drafts.chains(token_ids, logits.device),
-            Rows.along([r.state for r in rounds], token_ids, parents),
-            [r.start_row + i for r in rounds for i in range(len(r.draft_token_ids) + 1)],
-            exact,
-        )
+    @cached_property
+    def drafts(self) -> Drafts:
+        """The drafted tokens of the rounds."""
+        token_ids = [r.draft_token_ids for r in self.rounds]
+        if not any(r.parents for r in self.rounds):
+            return Drafts.chains(token_ids, self.device)
+        return Drafts.trees(token_ids, [_parents(r) for r in self.rounds], self.device)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rounds' rows."""
+        token_ids, parents = [r.draft_token_ids for r in self.rounds], [r.parents for r in self.rounds]
+        return Rows.along([r.state for r in self.rounds], token_ids, parents)
+
+    @property
+    def logit_rows(self) -> Sequence[int]:
+        """For each row of the group its row in the step's logits."""
+        return [r.start_row + i for r in self.rounds for i in range(len(r.draft_token_ids) + 1)]
 
     # --- on the device ---
 
@@ -101,6 +121,11 @@ class _Group:
         """All that must reach the host, flat float64: ends, next tokens, whether they are valid (-1: not known), and
         log-probabilities.
         """
+        if self.on_gpu is not None and self.known is not None:
+            decided = self.on_gpu.decide(self.known, logits, self.rounds)
+            if decided is not None:
+                scored = [self._score(logits, *decided[:2].long()).flatten()] if self._scored_rounds else []
+                return [decided.flatten(), *scored]
         end, next_token, valid, complete = self._apply_rule(
             self._masked(edited(_pick(logits, self.logit_rows), self.rows), logits)
         )
@@ -164,7 +189,7 @@ class _Group:
         drafted = pad(self.drafts.token_ids, (1, 1))
         place, spare = end[:, None], before.shape[1]
         following = torch.zeros_like(drafted)
-        for _ in range(max(max(depths(r.parents or (-1,))) for r in self.rounds) + 1):
+        for _ in range(max(max(depths(_parents(r)), default=0) for r in self.rounds) + 1):
             previous = before.gather(1, place)
             following.scatter_(1, torch.where(place > 0, previous, spare), drafted.gather(1, place))
             place = previous
@@ -198,6 +223,11 @@ class _Group:
                 at += width * (len(r.draft_token_ids) + 1)
             outcomes.append(None if values[2 * count + b] < 0 else outcome)
         return outcomes
+
+
+def _parents(r: Round) -> Sequence[int]:
+    """Of each drafted token the one it follows, in chains, too."""
+    return r.parents or range(-1, len(r.draft_token_ids) - 1)
 
 
 def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:

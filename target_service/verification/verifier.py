@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import compress
 from operator import not_
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from engine.cuda.graphs import CudaCapture
 from engine.native import library
 from engine.native.library import NativeLibrary
 from engine.native.sampling_verify import decides, verify_rounds
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
-from specdec.rules import DEFAULT_RULE
+from specdec.rules import DEFAULT_RULE, Rule
 from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks
+from target_service.verification.captured import GpuVerdicts
 from target_service.verification.logprobs import read, score
 from target_service.verification.rounds import Outcome, Round
 from target_service.verification.tensor_verifier import verify_with_tensors
 
+logger = logging.getLogger(__name__)
+
 #: Of the rounds that :func:`decide_many` makes.
 _MEASURED_DRAFTS: Final = 4
 _MEASURED_LOGPROBS: Final = 20
+#: Sessions of verdicts that are captured at start, others when they first come.
+_WARM_ROUNDS: Final = (16, 8, 4, 2, 1)
+#: Of the rounds that a GPU's way is checked with: a chain and a tree; all kinds of sampling.
+_CHECKED_PARENTS: Final = (tuple(range(-1, 4)), (-1, -1, 0, 0, 2))
+_CHECKED_PARAMS: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 20})
 
 
 class Verifier:
     """Converts the logits of one step to tokens. Stateless; the states of the rounds are read, not advanced.
 
     On a CPU the kernels decide all rounds that they know in one call. Where there are no kernels, for rounds whose rule
-    or parameters they do not know, and on other devices, the rules run on tensors. Both decide alike (but for the last
-    bits of sums over the vocabulary).
+    or parameters they do not know, and on other devices, the rules run on tensors; on a GPU with kernels of its own
+    after :meth:`warm_up`. All decide alike (but for the last bits of sums over the vocabulary).
     """
 
     def __init__(self, *, native: bool = True, num_threads: int | None = None) -> None:
@@ -41,6 +53,23 @@ class Verifier:
         self._kernels = library.load() if native else None
         self._num_threads = num_threads
         self._filler = MaskFiller()
+        #: What decides on a GPU in place of tensors where it knows how.
+        self.on_gpu: GpuVerdicts | None = None
+
+    def warm_up(self, device: torch.device, vocab_size: int, num_tokens: int) -> None:
+        """Compile the kernels of a GPU and capture common verdicts, which are used from now on if they decide as
+        tensors do.
+        """
+        if device.type != "cuda":
+            return
+        choices: ModuleType | None = None
+        if find_spec("triton") is not None:
+            from engine.cuda import choices  # noqa: PLC0415 - there is no Triton without a GPU
+        size = vocab_size, min(num_tokens or vocab_size, vocab_size)
+        kernels = checked(GpuVerdicts(choices, None, device), device, *size)
+        choices = None if kernels is None else choices
+        graphs = GpuVerdicts(choices, CudaCapture(device, of_verdicts=True), device)
+        self.on_gpu = checked(graphs, device, *size) or kernels
 
     def begin_masks(self, rounds: Sequence[Round]) -> Future[StepMasks] | None:
         """Start to fill the masks of the rounds with a grammar, before their forward pass; None where there is none."""
@@ -66,7 +95,7 @@ class Verifier:
 
     def _decide(self, logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
         if self._kernels is None or logits.device.type != "cpu" or not logits.is_contiguous():
-            return verify_with_tensors(logits, rounds)
+            return verify_with_tensors(logits, rounds, on_gpu=self.on_gpu)
         known = [decides(r) for r in rounds]
         if all(known):
             return self._verify_natively(self._kernels, logits, rounds)
@@ -94,6 +123,46 @@ def decide_many(logits: Tensor) -> None:
             for row in rows
         ],
     )
+
+
+def checked(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_tokens: int) -> GpuVerdicts | None:
+    """The same, where it decides random rounds as tensors do; else the log says why not."""
+    try:
+        found = None if _agree(on_gpu, device, vocab_size, num_tokens) else "they decide otherwise than tensors"
+    except Exception as error:  # compilers of kernels raise anything
+        found = f"{type(error).__name__}: {error}"
+    if found is None:
+        return on_gpu
+    logger.warning("verdicts run without %s: %s", on_gpu, found)
+    return None
+
+
+def _agree(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_tokens: int) -> bool:
+    """Rounds of every rule, chains and trees, with tokens that are the target's choice and one that is not; and rows
+    that no token can be drawn from.
+    """
+    with torch.inference_mode():
+        generator = torch.Generator().manual_seed(5)
+        cases = [(rule, params, parents) for parents in _CHECKED_PARENTS for rule in Rule for params in _CHECKED_PARAMS]
+        size = len(_CHECKED_PARENTS[0]) + 1
+        logits = 4 * torch.randn(2 * size, vocab_size, generator=generator)
+        logits[-1, -1], logits[size] = torch.nan, -torch.inf
+        logits = logits.to(device)
+        for i, (rule, params, parents) in enumerate(cases):
+            made = SamplingParams(seed=i, **params)
+            state = SamplingState(made, [1, 2], 2, vocab_size, tokenizer_size=num_tokens, device=device)
+            drafts: list[int] = []
+            for count in range(size):
+                rounds = [Round(state, rule, at, drafts, parents=parents[:count]) for at in (0, size)]
+                if count == 0:  # capture the largest first: the others compute in its memory
+                    for num_rounds in _WARM_ROUNDS:
+                        verify_with_tensors(logits, rounds[:1] * num_rounds, on_gpu=on_gpu)
+                answers = [verify_with_tensors(logits, rounds, on_gpu=way) for way in (None, on_gpu)]
+                decided = [[(one.path, one.token_ids, one.error is None) for one in found] for found in answers]
+                if decided[0] != decided[1]:
+                    return False
+                drafts.append((answers[0][0].token_ids[-1] + (count == size - 3)) % num_tokens)
+    return True
 
 
 def _outcomes(logits: Tensor, rounds: Sequence[Round], decisions: Sequence[tuple[int, int, bool]]) -> list[Outcome]:

@@ -32,7 +32,7 @@ class FakeServer:
         self.num_asked = 0
 
     async def loads(self) -> list[argparse.Namespace]:
-        return [argparse.Namespace(preemptions=2 * self.num_asked)]
+        return [argparse.Namespace(preemptions=2 * self.num_asked, num_batches=10 * len(self.ended))]
 
     async def ask(self, prompt: tuple[int, ...], max_tokens: int, *, seed: int | None) -> Reply:
         self.num_asked += 1
@@ -53,7 +53,8 @@ async def test_throughput_counts_the_middle_and_errors_are_told() -> None:
     requests = [((number,), 10, number) for number in range(16)]
     done = await memory.serve_all(FakeServer(places=2), requests, 4)  # type: ignore[arg-type]
     assert done.num_errors == 1
-    assert done.preemptions == 32
+    assert done.preemptions == 2 * 7, "of seven requests that begin in the time"
+    assert done.width == pytest.approx(2.0, rel=0.2), "ten steps for the 20 tokens of an answer"
     assert done.texts[5] == (5, 5) * 10
     assert set(done.texts) == {*range(16)} - {2}
     assert done.tokens_per_s == pytest.approx(4.0, rel=0.2), "two places, two tokens a second each"
@@ -85,9 +86,9 @@ def test_the_table_is_markdown() -> None:
 
 @pytest.mark.e2e
 async def test_a_pool_that_is_full_gives_the_same_texts() -> None:
-    (unbounded, *bounded) = await memory.full(options(clients=16, repeats=1, batch_limits=(16,)))
-    assert unbounded["preemptions"] == 0
-    assert [(row["errors"], row["other texts"]) for row in bounded] == [(0, 0)]
+    rows = await memory.full(options(clients=16, repeats=1, batch_limits=(16,)))
+    assert [row["errors"] + row["other texts"] for row in rows] == [0, 0, 0]
+    assert [row["preemptions"] for row in rows[::2]] == [0, 0], "of unbounded pools"
 
 
 @pytest.mark.e2e

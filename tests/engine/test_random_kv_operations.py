@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import kv_pool
+from engine.kv_blocks import KVBlocks
 from engine.kv_pool import CacheFull, KVPool
-from engine.kv_sequence import KVSequence
+from engine.kv_sequence import BlockIds, KVSequence
 from engine.prefix_tree import PrefixNode
 from tests.engine.kv_entries import BLOCK, Shadow
 from tests.engine.paged import num_free_blocks
@@ -119,10 +121,10 @@ class ReleasesTwice(KVPool):
         super().release(sequence, token_ids)
 
 
-class FreesSharedBlocks(KVPool):
-    def _drop(self, blocks: Any) -> None:
+class FreesSharedBlocks(KVBlocks):
+    def drop(self, blocks: BlockIds) -> None:
         self._refs[blocks] = 1
-        super()._drop(blocks)
+        super().drop(blocks)
 
 
 class MatchesWithoutACopy(KVPool):
@@ -133,12 +135,9 @@ class MatchesWithoutACopy(KVPool):
         return count
 
 
-class MatchesWithoutAReference(KVPool):
-    def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
-        before = self._refs.copy()
-        found = super().match(sequence, token_ids, end)
-        self._refs[:] = np.maximum(before, np.minimum(self._refs, 1))
-        return found
+class SharesWithoutAReference(KVBlocks):
+    def add(self, blocks: BlockIds) -> None:
+        super().add(blocks[self._refs[blocks] == 0])
 
 
 class ForgetsThePosition(KVPool):
@@ -164,12 +163,12 @@ class PublishesForOthers(KVPool):
         super().publish(sequence, [2 - token for token in token_ids])
 
 
-class KeepsTheNodeOfAReusedBlock(KVPool):
-    def _take(self, count: int) -> Any:
+class KeepsTheNodeOfAReusedBlock(KVBlocks):
+    def take(self, count: int) -> BlockIds:
         while self._num_free < count:
             block, _ = self._cached.popitem(last=False)
             self._push(np.array([block], dtype=np.int32))
-        return super()._take(count)
+        return super().take(count)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +178,22 @@ class KeepsTheNodeOfAReusedBlock(KVPool):
         ReleasesTwice,
         FreesSharedBlocks,
         MatchesWithoutACopy,
-        MatchesWithoutAReference,
+        SharesWithoutAReference,
         ForgetsThePosition,
         PublishesBeforeTheBlockIsFull,
         PublishesForOthers,
         KeepsTheNodeOfAReusedBlock,
     ],
 )
-def test_the_random_operations_find_a_planted_bug(twin: type[KVPool]) -> None:
+def test_the_random_operations_find_a_planted_bug(
+    twin: type[KVPool | KVBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if issubclass(twin, KVBlocks):
+        monkeypatch.setattr(kv_pool, "KVBlocks", twin)
+
     def survives(seed: int) -> bool:
         try:
-            run_random_operations(twin(24, BLOCK), seed)
+            run_random_operations((twin if issubclass(twin, KVPool) else KVPool)(24, BLOCK), seed)
         except (AssertionError, ValueError, IndexError, KeyError, StopIteration):
             return False
         return True

@@ -136,16 +136,25 @@ class Rig:
             load = await self.load_of(name)
             if load.open_sessions or load.waiting_sessions or load.used_blocks:
                 held[name] = str(load)
+        if running := await self.metric("tandem_requests_running"):
+            held["gateway"] = f"{running:.0f} requests"
+        return held
+
+    async def metric(self, name: str) -> float:
+        """A metric of the gateway, all its labels together."""
         async with httpx.AsyncClient(timeout=10) as client:
             metrics = (await client.get(f"{self.base_url}/metrics")).text
-        if running := re.search(r"^tandem_requests_running\S* (?!0\.0$).*$", metrics, re.MULTILINE):
-            held["gateway"] = running.group()
-        return held
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Resident bytes and open file descriptors of each process."""
-        running = {name: psutil.Process(process.pid) for name, process in self.processes.items()}
-        return {name: (process.memory_info().rss, process.num_fds()) for name, process in running.items()}
+        return {name: self.size_of(process) for name, process in self.processes.items()}
+
+    @staticmethod
+    def size_of(process: ServerProcess) -> tuple[int, int]:
+        """Resident bytes and open file descriptors."""
+        running = psutil.Process(process.pid)
+        return running.memory_info().rss, running.num_fds()
 
     def tracebacks(self) -> list[str]:
         """Lines of the logs that no fault explains."""

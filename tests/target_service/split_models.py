@@ -1,7 +1,7 @@
 """One rank of several that serve checkpoints one after another.
 
-``python -m tests.target_service.split_models FOLDER…``. Rank 0 prints a line of JSON for each checkpoint: how far its
-logits are from those of one process, and which texts differ with drafts and beside other sessions.
+``python -m tests.target_service.split_models [--graphs] FOLDER…``. Rank 0 prints a line of JSON for each checkpoint:
+how far its logits are from those of one process, and which texts differ with drafts and beside other sessions.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from engine.cuda.sync import NoSync
 from engine.device_thread import DeviceThread
 from engine.engine import Engine, Segment
+from engine.loading import acceleration
 from engine.loading.load import load_engine
 from engine.parallel.ranks import Place
 from specdec.errors import ModelNotSupported
@@ -83,6 +86,37 @@ async def texts_of(core: TargetCore, *, drafted: bool, texts: list[tuple[int, ..
     return list(await asyncio.gather(*(run(seed) for seed in range(NUM_SESSIONS))))
 
 
+class Rerun:
+    """Stands in for a capture on a CPU. On a later rank every fourth fails, so no rank has that one."""
+
+    has_room = True
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._count = rank, 0
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], object]:
+        self._count += 1
+        with NoSync("cpu"):
+            run()
+        if self._rank and self._count % 4 == 0:
+            raise RuntimeError("it cannot be captured")
+        return run
+
+
+def use_graphs(place: Place) -> None:
+    """Have split models replay passes, as they do on GPUs."""
+    original = acceleration.runners
+
+    def runners(engine: Engine, model: Any, shapes: Any, settings: ModelSettings, ranks: Any) -> Iterator[Any]:
+        if ranks is None:
+            yield from original(engine, model, shapes, settings, ranks)
+        kernels = acceleration.native_attention()
+        yield acceleration._with_graphs(engine, engine.torch_runner("cuda graphs", kernels), ranks)  # noqa: SLF001
+
+    acceleration.CudaCapture = lambda device: Rerun(place.rank)  # type: ignore[assignment,misc]
+    acceleration.runners = runners
+
+
 async def examine(folder: str, place: Place) -> dict[str, Any]:
     single = load_engine(settings_of(folder, 1))
     wanted = logits_of(single)
@@ -92,6 +126,7 @@ async def examine(folder: str, place: Place) -> dict[str, Any]:
         engine = await device.run(load, settings, place)
     except ModelNotSupported as error:
         return {"refused": str(error)}
+    await device.run(engine.warm_up)
     logits = await device.run(logits_of, engine)
     num_kv_heads = engine.caches[0][0].shape[1]
     core = TargetCore(engine, device, TargetSettings(model=settings))
@@ -99,6 +134,7 @@ async def examine(folder: str, place: Place) -> dict[str, Any]:
         plain = await texts_of(core, drafted=False, texts=[])
         drafted = await texts_of(core, drafted=True, texts=plain)
     finally:
+        graphs = getattr(engine.runner, "graphs", None)
         await core.close()
     return {
         "difference": float((logits - wanted).abs().max()),
@@ -107,6 +143,7 @@ async def examine(folder: str, place: Place) -> dict[str, Any]:
         "distinct": len(set(plain)),
         "weight_bytes": engine.info.weight_bytes,
         "kv_cache_bytes": engine.info.kv_cache_bytes,
+        "captured": 0 if graphs is None else len(graphs.buckets),
     }
 
 
@@ -115,6 +152,9 @@ def main(folders: list[str]) -> None:
     place = Place.of(os.environ, int(os.environ["WORLD_SIZE"]))
     assert place is not None
     dist.init_process_group("gloo")
+    if folders[0] == "--graphs":
+        del folders[0]
+        use_graphs(place)
     for folder in folders:
         if place.rank:
             run_follower(settings_of(folder, place.size, place.rank), place, log_level="error", log_format="text")

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -84,10 +85,7 @@ def folders(tmp_path_factory) -> list[str]:
     return made
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("size", [2, 4])
-def test_split_models(folders: list[str], size: int, num_hosts: int) -> None:
+def results_of(folders: list[str], size: int, num_hosts: int) -> dict[str, Any]:
     """``num_hosts`` 2: ranks take each other to be on other hosts, so they meet through gloo."""
     everywhere = {
         "WORLD_SIZE": str(size),
@@ -109,7 +107,22 @@ def test_split_models(folders: list[str], size: int, num_hosts: int) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    results = {line.pop("model"): line for line in map(json.loads, output.decode().splitlines())}
+    return {line.pop("model"): line for line in map(json.loads, output.decode().splitlines())}
+
+
+def test_split_models_in_graphs(folders: list[str]) -> None:
+    """Ranks capture and replay in step, and where one of them cannot, none does."""
+    result = results_of(["--graphs", folders[0]], 2, 1)["llama"]
+    assert result["difference"] < 1e-4
+    assert (result["changed"], result["distinct"]) == ([], 8)
+    assert result["captured"] > 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_models(folders: list[str], size: int, num_hosts: int) -> None:
+    results = results_of(folders, size, num_hosts)
     assert results.keys() == MODELS.keys()
     assert "GPT2LMHeadModel has no tensor-parallel plan" in results.pop("gpt2")["refused"]
     assert "3 KV heads (num_key_value_heads), which can neither" in results.pop("qwen2_three_kv_heads")["refused"]

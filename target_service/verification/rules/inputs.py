@@ -51,23 +51,9 @@ class RuleInput:
         return send(keys, self._device)
 
     def uniforms(self) -> Uniforms:
-        """The sessions' uniform numbers.
-
-        Those for acceptance and residuals are keyed by where the round starts, and so never serve two rounds. A
-        position that is drafted again after a rejection must not meet its old numbers: block verification has looked
-        at them to decide where the round ended.
-        """
+        """The sessions' uniform numbers: :func:`uniforms_of`."""
         k = self.drafts.token_ids.shape[1]
-        u = [
-            r.state.uniforms(Stream.ACCEPT, len(r.state), range(k))
-            + r.state.uniforms(Stream.RESIDUAL, len(r.state), range(k))
-            + (
-                _bonus_by_place(r, k)
-                if self.are_trees
-                else r.state.uniforms(Stream.BONUS, len(r.state) + len(r.draft_token_ids))
-            )
-            for r in self.rounds
-        ]
+        u = [uniforms_of(r, k) for r in self.rounds]
         numbers = send(u, self._device, torch.float64)  # [B, 2 k + 1], of trees [B, 3 k + 1]
         bonus = numbers[:, 2 * k :] if self.are_trees else numbers[:, 2 * k]
         return Uniforms(numbers[:, :k], numbers[:, k : 2 * k], bonus)
@@ -75,6 +61,22 @@ class RuleInput:
     @property
     def _device(self) -> torch.device:
         return self.drafts.token_ids.device
+
+
+def uniforms_of(r: Round, num_tokens: int) -> list[float]:
+    """A session's uniform numbers for acceptance, for residuals and for the bonus draw, padded to ``num_tokens``.
+
+    Those for acceptance and residuals are keyed by where the round starts, and so never serve two rounds. A position
+    that is drafted again after a rejection must not meet its old numbers: block verification has looked at them to
+    decide where the round ended.
+    """
+    state, k = r.state, num_tokens
+    by_place = _bonus_by_place(r, k) if r.parents else state.uniforms(Stream.BONUS, len(state) + len(r.draft_token_ids))
+    return [
+        *state.uniforms(Stream.ACCEPT, len(state), range(k)),
+        *state.uniforms(Stream.RESIDUAL, len(state), range(k)),
+        *by_place,
+    ]
 
 
 def _bonus_by_place(r: Round, num_tokens: int) -> list[float]:

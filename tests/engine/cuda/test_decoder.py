@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from engine.compaction import Kept
-from engine.cuda import attention, decoder, kernels
+from engine.cuda import attention, decoder, few_rows, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder, unknown
 from engine.cuda.graphs import GraphRunner
 from engine.cuda.sync import NoSync
 from engine.engine import Engine, Segment
 from engine.loading import acceleration
 from tests.engine.conftest import build
+from tests.engine.cuda.launches import Counted, Launches
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 Load = Callable[..., Engine]
 
 
 @pytest.fixture
-def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
     """Loads an engine that a fused decoder runs: in Triton's interpreter where there is no GPU."""
 
-    def load(name: str, dtype: str = "float32") -> Engine:
+    def load(name: str, dtype: str = "float32", *, has_few_rows: bool = False) -> Engine:
+        monkeypatch.setattr(few_rows, "cache_folder", lambda: tmp_path)
         if DEVICE != "cpu":
             return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
         fused: list[Any] = []
 
         def runners(engine: Engine, model: Any, shapes: Any, *_: Any) -> Any:
             fused.append(acceleration.fused_decoder(engine, model, shapes))
+            if has_few_rows:
+                fused[0].choose_few_rows(lambda calls: 1.0, "always")
+                assert fused[0].few_rows.max_rows == 64
             if fused[0] is not None:
                 yield engine.torch_runner("fused cuda graphs", attention, fused[0])
             yield engine.torch_runner("torch attention")
@@ -57,13 +61,15 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
 )
 def test_it_passes_the_check_at_load(name: str, dtype: str, load_fused: Load) -> None:
     """Ragged chunks, trees and their paths; a window; norms of queries and keys; biases."""
-    assert load_fused(name, dtype).runner.name == "fused cuda graphs"
+    is_known = dtype == "float32"
+    assert load_fused(name, dtype, has_few_rows=is_known).runner.name == "fused cuda graphs"
 
 
 def test_replayed_passes_leave_logits_and_hidden_states(
     load_fused: Load, load_engine: Load, tools: SimpleNamespace
 ) -> None:
-    engine, plain = load_fused("llama"), load_engine("llama", device=DEVICE, enforce_eager=True)
+    engine = load_fused("llama", has_few_rows=DEVICE == "cpu")
+    plain = load_engine("llama", device=DEVICE, enforce_eager=True)
     if DEVICE == "cpu":
         fused_runner: Any = engine.runner
 
@@ -120,33 +126,33 @@ def test_what_it_does_not_know_is_left_to_the_modules(name: str, text: str | Non
     assert (reason is None) if text is None else text in str(reason)
 
 
-VIEWS = frozenset(
-    """
-    view _unsafe_view t transpose permute unsqueeze squeeze expand slice select alias detach as_strided split
-    split_with_sizes unbind empty new_empty empty_like
-    """.split()  # noqa: SIM905
-)
+def test_a_rank_of_a_split_model_is_run_fused() -> None:
+    """Its layers that exchange data are called as they are; here the rank is alone."""
+    from engine.batch import build_batch
+    from engine.kv_pool import KVPool
+    from engine.parallel.shards import GatheredLinear, SummedEmbedding, SummedLinear
+
+    alone: Any = SimpleNamespace(place=SimpleNamespace(size=1), sum=lambda x: x, gather=lambda x: x[None])
+    model: Any = build("llama").to(DEVICE)
+    wanted = model(torch.tensor([[1, 2, 3]], device=DEVICE)).logits[0]
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = SummedLinear(layer.self_attn.o_proj, alone)
+        layer.mlp.down_proj = SummedLinear(layer.mlp.down_proj, alone)
+        layer.self_attn.q_proj.out_features *= 2  # of all ranks together
+    model.model.embed_tokens = SummedEmbedding(model.model.embed_tokens, 0, alone)
+    model.lm_head = GatheredLinear(model.lm_head, model.config.vocab_size, alone)
+    attention = model.model.layers[0].self_attn
+    size = 3, attention.k_proj.out_features // attention.head_dim, 4, attention.head_dim
+    caches = [(torch.empty(size, device=DEVICE), torch.empty(size, device=DEVICE)) for _ in model.model.layers]
+    assert unknown(model, caches) is None
+    segments = [Segment(KVPool(2, 4).open(4), [1, 2, 3], 3)]
+    batch = build_batch(segments, block_size=4, vocab_size=97, max_model_len=8).to(torch.device(DEVICE))
+    with torch.inference_mode():
+        found = FusedDecoder(model, caches, [None] * len(caches)).logits(batch)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that are kernels on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:
-            result = func.decompose(*args, **kwargs or {})
-        if result is not NotImplemented:
-            return result
-        name = func.__name__.partition(".")[0]
-        if name not in VIEWS:
-            self.counts[name] += 1
-        return func(*args, **kwargs or {})
-
-
-def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+def launches_of(num_layers: int, *, is_fused: bool, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
     from engine.batch import build_batch
     from engine.kv_pool import KVPool
@@ -163,18 +169,15 @@ def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPa
     sequence.length = 560
     batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=600)
 
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *_, **__: launches.counts.update([self.name])
-
     with Launches() as launches, torch.inference_mode():
         for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
-            monkeypatch.setattr(kernels, name, Counted(name))
+            monkeypatch.setattr(kernels, name, Counted(name, launches))
+        monkeypatch.setattr(linear_kernels, "multiply", Counted("multiply", launches))
+        monkeypatch.setattr(few_rows, "_is_right", lambda *_: True)
         if is_fused:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
+            if has_few_rows:
+                fused.choose_few_rows(lambda calls: 1.0, "always")
             launches.counts.clear()
             fused.logits(batch)
         else:
@@ -183,13 +186,16 @@ def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPa
     return launches.counts.total()
 
 
-def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty a layer by transformers' modules, ten fused; the rest of a step is 21 and 14."""
-    found = {}
-    for is_fused in (False, True):
-        two, three = (launches_of(n, is_fused=is_fused, monkeypatch=monkeypatch) for n in (2, 3))
-        found[is_fused] = (three - two, two - 2 * (three - two))
-    assert found == {False: (40, 21), True: (10, 14)}
+def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Forty a layer by transformers' modules, ten fused, seven of few rows; the rest of a step is 21 and 14."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = []
+    for is_fused, has_few_rows in ((False, False), (True, False), (True, True)):
+        two, three = (
+            launches_of(n, is_fused=is_fused, has_few_rows=has_few_rows, monkeypatch=monkeypatch) for n in (2, 3)
+        )
+        found.append((three - two, two - 2 * (three - two)))
+    assert found == [(40, 21), (10, 14), (7, 14)]
 
 
 def test_numbers_are_rounded_where_the_modules_round_them() -> None:

@@ -6,6 +6,7 @@ there by itself; what copies from the host is judged by how it does it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from engine.batch import build_batch
 from engine.chains import ChainJob, draft_chains
 from engine.compaction import Kept, move_entries, moves_of
+from engine.cuda import choice_kernels, choices
 from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Segment
 from engine.hidden_states import PassStates, StateRows
@@ -34,7 +36,11 @@ from specdec.rules import Rule
 from specdec.types import SessionSpec
 from target_service.step import ScheduledSequence, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
+from target_service.verification.captured import GpuVerdicts
+from target_service.verification.rounds import Round
+from target_service.verification.tensor_verifier import verify_with_tensors
 from target_service.verification.verifier import Verifier
+from tests.engine.cuda.launches import Counted, Launches
 
 META = torch.device("meta")
 V = 200
@@ -127,10 +133,30 @@ def every_state() -> list[tuple[SamplingState, Rule]]:
     return [(SamplingState(params, PROMPT, len(PROMPT), V, device=META), rule) for params, rule in kinds]
 
 
+def on_gpu(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> GpuVerdicts:
+    """Kernels that are counted alone, and graphs that are the captured function, run again and not counted."""
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        def replay() -> None:
+            before = launches.counts.copy()
+            run()
+            launches.counts = before + Counter(["replay"])
+
+        return replay
+
+    for name in ("choose", "walk"):
+        monkeypatch.setattr(choice_kernels, name, Counted(name, launches))
+    return GpuVerdicts(choices, capture, META)
+
+
 @pytest.mark.parametrize("parents", [(), (-1, -1)])
-@pytest.mark.parametrize("has_q", [False, True])
-def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_q", "is_captured"), [(False, True), (True, True), (True, False)])
+def test_a_step_waits_once(
+    has_q: bool, is_captured: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(distribution, "NUM_CANDIDATES", 20)
+    verifier = Verifier()
+    verifier.on_gpu = on_gpu(Launches(), monkeypatch) if is_captured else None
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     criteria = StopCriteria(len(PROMPT), 40, frozenset(), 0)
@@ -151,11 +177,41 @@ def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...], monkeypatch: p
                 ScheduledSequence(session, [*fed, *drafts], True, drafts, q, is_prefill=not drafts, parents=follows)
             )
         with Watch() as watch:
-            result = run_step(model, Verifier(), parts)
+            result = run_step(model, verifier, parts)
         assert watch.num_fetched == 1
         assert [part.error for part in result.parts] == [None] * len(parts)
         for session in sessions:
             model.pool.rollback(session.sequence, len(session.state) - 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "before", "after"),
+    [
+        (Rule.BLOCK, {"temperature": 0.0}, 28, {"_to_copy": 1, "choose": 1, "walk": 1}),
+        (Rule.COUPLED, {}, 63, {"_to_copy": 1, "choose": 1, "walk": 1}),
+        (Rule.COUPLED, {"top_p": 0.9}, 103, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
+        (Rule.TOKEN, {"top_p": 0.9}, 121, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
+        (Rule.BLOCK, {"top_p": 0.9}, 155, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
+    ],
+)
+def test_launches_of_a_verdict(
+    rule: Rule, params: dict[str, Any], before: int, after: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On four drafts of each of eight sessions, at a vocabulary of 128,256, before its copy to the host."""
+    num_tokens, row = 128_256, pack(np.array([3, 5, 7, 8]), np.array([1, 2, 3, 4]))
+    states = [SamplingState(SamplingParams(seed=i, **params), PROMPT, 9, num_tokens, device=META) for i in range(8)]
+    q_rows = (row,) * 4 if rule is not Rule.COUPLED else ()
+    rounds = [Round(state, rule, 5 * i, (3, 5, 7, 8), q_rows) for i, state in enumerate(states)]
+    logits, launches = torch.empty(40, num_tokens, device=META), Launches("meta")
+    gpu, found = on_gpu(launches, monkeypatch), []
+    for way in (None, gpu, gpu):  # the second captures
+        with Watch() as watch, launches:
+            launches.counts.clear()
+            verify_with_tensors(logits, rounds, on_gpu=way)
+        assert watch.num_fetched == 1
+        found.append(launches.counts.copy())
+    assert before <= found[0].total() <= before + 1
+    assert found[2] == after
 
 
 def test_a_draft_waits_once() -> None:

@@ -1,0 +1,284 @@
+"""Linear layers of few rows in one launch with what stands around them: the norm before, the gate or the sum after.
+
+Reading the weights takes all the time then, so any kernel that reads them at the memory's speed is as good as
+another, and what it does besides is free. How large its tiles are, and up to how many rows it is faster than the
+product of torch between kernels of our own, is measured at load, for a bounded time, and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from engine.cuda import linear_kernels as kernels
+from engine.cuda.attention import padded_size
+from engine.cuda.row_kernels import norm, silu_multiply
+from specdec.compiler import cache_folder
+
+logger = logging.getLogger(__name__)
+
+#: Rows that a tile holds: passes of more are multiplied by torch.
+ROWS: Final = (16, 32, 64)
+#: float16 has no room for numbers that are normed after they are weighed.
+DTYPES: Final = (torch.bfloat16, torch.float32)
+#: Seconds of the search; what has not been tried by then is not chosen.
+SECONDS: Final = 20.0
+#: Distance of a product from torch's, relative to the largest of its row: a few roundings.
+_BOUNDS: Final = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
+_REPEATS: Final = 5
+
+
+class Tiles(NamedTuple):
+    """How a product is cut, and how the kernel is compiled."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+#: Candidates; 16 rows of the last take more shared memory than consumers' GPUs have.
+TILES: Final = (Tiles(32, 128, 4, 4), Tiles(16, 256, 4, 4), Tiles(64, 64, 4, 5), Tiles(32, 256, 8, 4))
+
+
+class Product(NamedTuple):
+    """One kind of linear layer of a model: weight [N, K] (gated: [2 N, K]) with what stands around it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    #: Weight of the norm before it; None: there is none.
+    norm: Tensor | None = None
+    is_gated: bool = False
+    adds: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the result."""
+        return self.weight.shape[0] // (1 + self.is_gated)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Products of one shape are cut alike."""
+        return *self.weight.shape, self.bias is not None, self.norm is not None, self.is_gated, self.adds
+
+
+def multiply(x: Tensor, product: Product, eps: float, tiles: Tiles, out: Tensor | None = None) -> Tensor:
+    """[T, K] to [T, N], T at most 64; ``out`` is added to where the product adds."""
+    num_rows, num_inputs = x.shape
+    out = x.new_empty(num_rows, product.num_outputs) if out is None else out
+    kernels.multiply[(-(-product.num_outputs // tiles.outputs),)](
+        x,
+        product.weight,
+        x if product.bias is None else product.bias,
+        x if product.norm is None else product.norm,
+        out,
+        num_rows,
+        eps,
+        IN=num_inputs,
+        OUT=product.num_outputs,
+        HAS_BIAS=product.bias is not None,
+        HAS_NORM=product.norm is not None,
+        IS_GATED=product.is_gated,
+        ADDS=product.adds,
+        TILE_M=max(padded_size(num_rows), ROWS[0]),
+        TILE_N=tiles.outputs,
+        TILE_K=tiles.inputs,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+def by_torch(x: Tensor, product: Product, eps: float, out: Tensor | None = None) -> Tensor:
+    """The same by torch's operations."""
+    if product.norm is not None:
+        x = F.rms_norm(x, (x.shape[1],), product.norm, eps)
+    y = F.linear(x, product.weight, product.bias)
+    if product.is_gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if out is None or not product.adds else out + y
+
+
+class Choice(NamedTuple):
+    """What was measured."""
+
+    #: Up to so many rows the kernel is used; 0: never.
+    max_rows: int
+    #: By :attr:`Product.shape`.
+    tiles: dict[tuple[Any, ...], Tiles]
+
+
+#: Seconds of a call of each of some functions.
+Timer = Callable[[Sequence[Callable[[], object]]], float]
+
+
+def choose(
+    layers: Sequence[Sequence[Product]],
+    eps: float,
+    *,
+    timer: Timer,
+    mode: str = "cached",
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Choice:
+    """Tiles for the products of a model, ``layers`` alike, and up to how many rows they are worth it.
+
+    ``mode``: "cached" measures unless a choice is kept, "always" measures, "off" takes torch's products. A kernel that
+    is wrong, or does not compile, is never chosen.
+    """
+    if mode == "off" or not _are_known(layers):
+        return Choice(0, {})
+    path = cache_folder() / f"cuda-{_key(layers)}.json"
+    if mode == "cached" and (kept := _read(path, layers[0])) is not None:
+        return kept
+    ends, tiles = clock() + seconds, {}
+    for i, product in enumerate(layers[0]):
+        found: dict[Tiles, float] = {}
+        for candidate in TILES:
+            if found and clock() >= ends:
+                break
+            if _is_right(product, eps, candidate, ROWS[0]):
+                found[candidate] = _seconds(layers, i, ROWS[0], timer, partial(multiply, eps=eps, tiles=candidate))
+        if not found:
+            return Choice(0, {})
+        tiles[product.shape] = min(found, key=lambda candidate: found[candidate])
+    max_rows = 0
+    for num_rows in ROWS:
+        ours = theirs = 0.0
+        for i, product in enumerate(layers[0]):
+            own = tiles[product.shape]
+            if (max_rows and clock() >= ends) or not _is_right(product, eps, own, num_rows):
+                ours = math.inf
+                break
+            ours += _seconds(layers, i, num_rows, timer, partial(multiply, eps=eps, tiles=own))
+            theirs += _seconds(layers, i, num_rows, timer, partial(_between_kernels, eps=eps))
+        if ours > theirs:
+            break
+        max_rows = num_rows
+    chosen = Choice(max_rows, tiles)
+    logger.info("linear layers of up to %d rows take one launch each (measured)", max_rows)
+    _write(path, chosen, layers[0])
+    return chosen
+
+
+def _are_known(layers: Sequence[Sequence[Product]]) -> bool:
+    shapes = [[product.shape for product in layer] for layer in layers]
+    return layers[0][0].weight.dtype in DTYPES and all(own == shapes[0] for own in shapes)
+
+
+def _seconds(
+    layers: Sequence[Sequence[Product]], index: int, num_rows: int, timer: Timer, way: Callable[..., Tensor]
+) -> float:
+    """Of a product in all layers, so that no weight is still near when it is read again."""
+    x = _rows(layers[0][index], num_rows)
+    out = x.new_zeros(num_rows, layers[0][index].num_outputs)
+    return timer([partial(way, x, layer[index], out=out if layer[index].adds else None) for layer in layers])
+
+
+def _between_kernels(x: Tensor, product: Product, *, eps: float, out: Tensor | None) -> Tensor:
+    """What a product costs in passes of many rows, whose sums are added in the next norm."""
+    if product.norm is not None:
+        x = norm(x, None, product.norm, eps)
+    y = F.linear(x, product.weight, product.bias)
+    return silu_multiply(y) if product.is_gated else y
+
+
+def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds of all calls, one after another, as a graph: the shortest of a few replays."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            calls[0]()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph.capture_end()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _REPEATS)]  # type: ignore[no-untyped-call]
+        for first, last in zip(events[::2], events[1::2], strict=True):
+            first.record()
+            graph.replay()
+            last.record()
+        stream.synchronize()
+    return float(min(first.elapsed_time(last) for first, last in zip(events[::2], events[1::2], strict=True))) / 1e3
+
+
+def _rows(product: Product, num_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_rows, product.weight.shape[1], generator=generator)
+    return x.to(product.weight.device, product.weight.dtype)
+
+
+def _is_right(product: Product, eps: float, tiles: Tiles, num_rows: int) -> bool:
+    """Whether a product is torch's in float32, of all rows of a tile and of some."""
+    dtype = product.weight.dtype
+    wide = product._replace(
+        weight=product.weight.float(),
+        bias=None if product.bias is None else product.bias.float(),
+        norm=None if product.norm is None else product.norm.float(),
+    )
+    try:
+        for count in (num_rows, num_rows - 5):
+            x = _rows(product, count)
+            out = x.new_ones(count, product.num_outputs)
+            wanted = by_torch(x.float(), wide, eps, out.float())
+            distance = (multiply(x, product, eps, tiles, out).float() - wanted).abs().amax(1) / wanted.abs().amax(1)
+            if not bool((distance <= _BOUNDS[dtype]).all()):
+                logger.warning("%s is not used: a product is off by %.2g", tiles, float(distance.max()))
+                return False
+    except Exception as error:  # Triton's compiler raises anything
+        logger.warning("%s is not used: %s: %s", tiles, type(error).__name__, error)
+        return False
+    return True
+
+
+def _key(layers: Sequence[Sequence[Product]]) -> str:
+    device = layers[0][0].weight.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    source = hashlib.sha256(Path(kernels.__file__).read_bytes()).hexdigest()
+    shapes = [product.shape for product in layers[0]]
+    text = json.dumps(
+        [name, triton.__version__, torch.__version__, source, TILES, shapes, str(layers[0][0].weight.dtype)]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _read(path: Path, products: Sequence[Product]) -> Choice | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        tiles = {product.shape: Tiles(*own) for product, own in zip(products, kept["tiles"], strict=True)}
+        return Choice(int(kept["max_rows"]), tiles if set(tiles.values()) <= set(TILES) else {})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is measured again: %s", path, error)
+        return None
+
+
+def _write(path: Path, found: Choice, products: Sequence[Product]) -> None:
+    tiles = [found.tiles.get(product.shape, TILES[0]) for product in products]
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"max_rows": found.max_rows, "tiles": tiles}) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("what was measured is not kept: %s", error)

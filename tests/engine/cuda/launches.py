@@ -1,0 +1,48 @@
+"""Counts what would be launched on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+VIEWS = frozenset(
+    """
+    view _unsafe_view t transpose permute unsqueeze squeeze expand slice select alias detach as_strided split
+    split_with_sizes unbind empty new_empty empty_like
+    """.split()  # noqa: SIM905
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are kernels or copies on a GPU: those that a tensor of ``device_type`` takes part in."""
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._device_type = device_type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            result = func.decompose(*args, **kwargs or {})
+        if result is not NotImplemented:
+            return result
+        name, result = func.__name__.partition(".")[0], func(*args, **kwargs or {})
+        tensors = [each for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)]
+        if name not in VIEWS and any(tensor.device.type == self._device_type for tensor in tensors):
+            self.counts[name] += 1
+        return result
+
+
+class Counted:
+    """Stands for a kernel of our own, which is counted and not run."""
+
+    def __init__(self, name: str, launches: Launches) -> None:
+        self._name, self._launches = name, launches
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: self._launches.counts.update([self._name])

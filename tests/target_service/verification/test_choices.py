@@ -1,0 +1,198 @@
+"""Greedy and coupled verdicts by the kernels of a GPU: as tensors decide, and faults are seen at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.cuda import choice_kernels, choices, graphs
+from engine.cuda.sync import NoSync
+from engine.native import library
+from engine.sampling import distribution
+from engine.sampling.sparse import pack
+from engine.sampling.state import SamplingState
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from target_service.verification import verifier
+from target_service.verification.captured import GpuVerdicts
+from target_service.verification.rounds import Round
+from target_service.verification.tensor_verifier import verify_with_tensors
+from target_service.verification.verifier import Verifier, checked
+from tests.engine.paged import random_tree
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+V = 2500  # two parts
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 0.0, "top_p": 0.5},
+    {"top_k": 5},
+    {"presence_penalty": 1.0},
+]
+
+
+def rounds_of(generator: torch.Generator) -> list[Round]:
+    """Every rule and kind of parameters, beside each other; drafts are among few tokens, and so sometimes chosen."""
+    rounds, row = [], 0
+    for i, params in enumerate(PARAMS * 3):
+        count = int(torch.randint(5, (1,), generator=generator))
+        state = SamplingState(SamplingParams(seed=i, **params), [1, 2], 2, V, tokenizer_size=V - 3, device=DEVICE)
+        drafts = torch.randperm(4, generator=generator)[:count].tolist()
+        parents = tuple(random_tree(count, i)) if i % 2 and count else ()
+        logprobs = 2 if i % 4 == 1 else None
+        levels = torch.randint(64, (count, 4), generator=generator).numpy()
+        has_q = i % 4 == 2 and not parents and i < 2 * len(PARAMS)
+        q_rows = tuple(pack(np.arange(4), own) for own in levels) if has_q else ()
+        rounds.append(Round(state, list(Rule)[i // len(PARAMS)], row, drafts, q_rows, logprobs, parents))
+        row += count + 1
+    return rounds
+
+
+def rerun(run: Callable[[], object]) -> Callable[[], object]:
+    """Stands in for a capture on a CPU: a function that would wait for the device is refused, too."""
+    with NoSync("cpu"):
+        run()
+    return run
+
+
+def made(*, with_graphs: bool) -> GpuVerdicts:
+    capture = graphs.CudaCapture(DEVICE, of_verdicts=True) if DEVICE.type == "cuda" else rerun
+    return GpuVerdicts(choices, capture if with_graphs else None, DEVICE)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_they_decide_as_tensors_do(seed: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 64)
+    generator = torch.Generator().manual_seed(seed)
+    rounds = rounds_of(generator)
+    logits = torch.randn(rounds[-1].start_row + 6, V, generator=generator)
+    logits[:, :4] += 8
+    logits[:, V - 3 :] += 100  # padding of the vocabulary is never chosen
+    logits[3, 700], logits[rounds[6].start_row] = torch.nan, -torch.inf
+    logits = logits.to(DEVICE)
+    expected, on_gpu = verify_with_tensors(logits, rounds), made(with_graphs=with_graphs)
+    assert sum(outcome.num_accepted > 0 for outcome in expected) > 2
+    assert sum(outcome.error is not None for outcome in expected) > 0
+    for _ in range(2):  # captured, replayed
+        for ours, theirs in zip(verify_with_tensors(logits, rounds, on_gpu=on_gpu), expected, strict=True):
+            assert (ours.path, ours.token_ids) == (theirs.path, theirs.token_ids)
+            assert (ours.error is None) is (theirs.error is None)
+            assert [(own.rank, own.token_id) for one in ours.logprobs for own in (one.token, *one.top)] == [
+                (own.rank, own.token_id) for one in theirs.logprobs for own in (one.token, *one.top)
+            ]
+    kinds = {(shape.rule, shape.truncates) for shape in on_gpu.shapes}
+    assert kinds == (
+        {(rule, bool(x)) for rule in Rule for x in (0, 1)} - {(Rule.COUPLED, False)} if with_graphs else set()
+    )
+
+
+def test_of_equal_logits_the_first_is_chosen() -> None:
+    logits = torch.zeros(1, V, device=DEVICE)
+    logits[0, 2100] = logits[0, 2300] = 1.0
+    state = SamplingState(SamplingParams(temperature=0.0, seed=0), [1], 1, V, device=DEVICE)
+    (outcome,) = verify_with_tensors(logits, [Round(state, Rule.BLOCK, 0)], on_gpu=made(with_graphs=False))
+    assert outcome.token_ids == (2100,)
+
+
+def test_rows_that_may_lack_tokens_are_decided_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flat row of top-p has more survivors than candidates."""
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 64)
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    state = SamplingState(SamplingParams(top_p=0.99, seed=0), [1], 1, V, device=DEVICE)
+    rounds = [Round(state, Rule.BLOCK, 0, (3, 4))]
+    on_gpu = made(with_graphs=True)
+    assert verify_with_tensors(logits, rounds, on_gpu=on_gpu) == verify_with_tensors(logits, rounds, exact=True)
+    assert len(on_gpu.shapes) == 1
+
+
+def test_more_rounds_than_a_graph_holds_take_several() -> None:
+    logits = torch.randn(70, V, device=DEVICE)
+    state = SamplingState(SamplingParams(seed=0), [1], 1, V, device=DEVICE)
+    rounds, on_gpu = [Round(state, Rule.BLOCK, row) for row in range(70)], made(with_graphs=True)
+    assert verify_with_tensors(logits, rounds, on_gpu=on_gpu) == verify_with_tensors(logits, rounds)
+    assert [shape.num_rounds for shape in on_gpu.shapes] == [64, 8]
+
+
+def test_without_memory_for_graphs_tensors_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, V, device=DEVICE)
+    state = SamplingState(SamplingParams(seed=0), [1], 1, V, device=DEVICE)
+    rounds, tried = [Round(state, Rule.BLOCK, row) for row in range(2)], []
+
+    def full(run: Callable[[], object]) -> None:
+        tried.append(run)
+        if len(tried) > 1:
+            raise torch.OutOfMemoryError("all of it")
+
+    on_gpu = GpuVerdicts(None, full, DEVICE)
+    for some in (rounds, rounds[:1], rounds, rounds[:1]):
+        assert verify_with_tensors(logits, some, on_gpu=on_gpu) == verify_with_tensors(logits, some)
+    assert len(tried) == 2
+    monkeypatch.setattr(distribution, "MAX_NUMBERS", V)  # not one round fits
+    assert GpuVerdicts(None, rerun, DEVICE).decide((Rule.BLOCK, False), logits, rounds) is None
+
+
+class Faulty(GpuVerdicts):
+    """Changes what it has decided."""
+
+    def __init__(self, fault: Callable[[Tensor], object]) -> None:
+        super().__init__(choices, None, DEVICE)
+        self._fault = fault
+
+    def decide(self, *given: Any) -> Tensor | None:
+        decided = super().decide(*given)
+        assert decided is not None
+        self._fault(decided)
+        return decided
+
+
+FAULTS: dict[str, Callable[[Tensor], object]] = {
+    "one place too short": lambda out: out[0].sub_(1).clamp_(0),
+    "another token": lambda out: out[1].add_(1),
+    "all valid": lambda out: out[2].fill_(1),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen_at_start(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert checked(Faulty(FAULTS[name]), DEVICE, 50, 48) is None
+    assert "verdicts run without kernels: they decide otherwise than tensors" in caplog.text
+
+
+def test_what_is_right_passes_the_check_at_start() -> None:
+    assert checked(made(with_graphs=True), DEVICE, 50, 48) is not None
+
+
+def test_what_does_not_compile_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class CompilationError(Exception):
+        pass
+
+    class Broken:
+        def __getitem__(self, grid: object) -> object:
+            raise CompilationError("no such instruction")
+
+    monkeypatch.setattr(choice_kernels, "choose", Broken())
+    assert checked(made(with_graphs=False), DEVICE, 50, 50) is None
+    assert "CompilationError: no such instruction" in caplog.text
+
+
+def test_a_verifier_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands for the GPU, whose name alone is asked; graphs are wrong, kernels are not."""
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(verifier, "CudaCapture", lambda *_, **__: rerun)
+    monkeypatch.setattr(verifier, "checked", lambda on_gpu, *_: on_gpu if str(on_gpu) == "kernels" else None)
+    used = []
+    monkeypatch.setattr(GpuVerdicts, "decide", lambda self, *given: used.append(str(self)))
+    state = SamplingState(SamplingParams(temperature=0.0, seed=0), [1], 1, V, device=DEVICE)
+    logits, own = torch.randn(1, V, device=DEVICE), Verifier()
+    before = own.verify(logits, [Round(state, Rule.BLOCK, 0)])
+    assert not used
+    own.warm_up(torch.device("cuda"), V, 0)
+    assert own.verify(logits, [Round(state, Rule.BLOCK, 0)]) == before
+    assert used == ["kernels"]
