@@ -35,11 +35,10 @@ def measure(target: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Markdown: a row for each drafter; counts are of the first target."""
-    curves = {
-        target: {curve.mode: curve for curve in curves_of(sections) if curve.task == ALL_TASKS and curve.ratios}
-        for target, sections in measured.items()
-    }
+    """Markdown: a row for each drafter; what is no ratio is of the first target with the fewest sessions."""
+    curves = {target: _curves(sections) for target, sections in measured.items()}
+    fewest = min(section["num_sessions"] for section in next(iter(measured.values())))
+    alone = _curves([each for each in next(iter(measured.values())) if each["num_sessions"] == fewest])
     cells = [
         (target, num) for target, own in curves.items() for num in sorted({n for c in own.values() for n in c.ratios})
     ]
@@ -47,10 +46,14 @@ def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = [["", "acceptance length", "draft, ms a round", "states, bytes a token", *names], ["---"] * (4 + len(names))]
     for mode in dict.fromkeys(mode for own in curves.values() for mode in own):
         known = [curves[target].get(mode) for target, _ in cells]
-        first = next(curve for curve in known if curve is not None)
+        first = alone.get(mode) or next(curve for curve in known if curve is not None)
         ratios = [_ratio(curve, num) for curve, (_, num) in zip(known, cells, strict=True)]
         rows.append([f"`{mode}`", first.length, _show(first.draft_ms, ".2f"), _show(first.state_bytes, ".0f"), *ratios])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _curves(sections: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    return {curve.mode: curve for curve in curves_of(sections) if curve.task == ALL_TASKS and curve.ratios}
 
 
 def _ratio(curve: Curve | None, num_sessions: int) -> str:

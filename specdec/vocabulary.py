@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from specdec.errors import ModelNotSupported
 from specdec.types import ModelInfo
+
+
+def check_shared_tokens(target: str, draft: str) -> bool | None:
+    """Whether the tokenizer in the draft's folder knows all tokens of the target's under the same ids, and more. None
+    where one of the folders has no ``tokenizer.json``.
+
+    Raises:
+        ModelNotSupported: an id of the target means something else to the draft, or nothing; the text names it.
+    """
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if ours is None or theirs is None:
+        return None
+    if ours.items() <= theirs.items():
+        return len(theirs) > len(ours)
+    token = min((text for text, number in ours.items() if theirs.get(text) != number), key=ours.__getitem__)
+    raise ModelNotSupported(
+        f"draft {draft} and target {target} have different vocabularies ({len(theirs)} and {len(ours)} tokens; token"
+        f" {ours[token]} is {token!r} in the target only); speculation needs a draft with the target's tokens"
+    )
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """Token text → id."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer  # noqa: PLC0415 (only needed here)
+
+    vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    return vocabulary
 
 
 def check_compatible(target: ModelInfo, draft: ModelInfo) -> None:

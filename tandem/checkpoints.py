@@ -10,6 +10,7 @@ from engine.refused_checkpoints import check_config
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported, TandemError
 from specdec.methods import HEAD_METHODS, method_of
+from specdec.vocabulary import check_shared_tokens
 from tandem.gguf_folder import folder_of
 
 MODELS: Final = Path(__file__).with_name("models")
@@ -92,44 +93,23 @@ def fetch_checkpoint(name: str) -> str:
         ) from None
 
 
-def check_pair(target: str, draft: str, *, tokenizer: str | None = None) -> None:
+def check_pair(target: str, draft: str, *, tokenizer: str | None = None) -> str | None:
     """Refuse a draft whose token ids mean something else than the target's.
 
     A larger, padded embedding on either side is fine; what counts are the tokenizers, or the vocabulary sizes where
-    a checkpoint has no ``tokenizer.json``. Raises :class:`ModelNotSupported` naming both.
+    a checkpoint has no ``tokenizer.json``. A draft may know more tokens than the target: returns the tokenizer that it
+    has to go by then, the target's. Raises :class:`ModelNotSupported` naming both.
     """
-    ours, theirs = _vocabulary(tokenizer or target), _vocabulary(draft)
-    if ours is not None and theirs is not None:
-        if ours != theirs:
-            raise ModelNotSupported(
-                f"draft {draft} and target {target} have different vocabularies"
-                f" ({_difference(theirs, ours)}); speculation needs a draft with the target's tokenizer"
-            )
-        return
+    is_longer = check_shared_tokens(tokenizer or target, draft)
+    if is_longer is not None:
+        return (tokenizer or target) if is_longer else None
     sizes = _vocab_size(target), _vocab_size(draft)
     if None not in sizes and sizes[0] != sizes[1]:
         raise ModelNotSupported(
             f"draft {draft} and target {target} have different vocabularies ({sizes[1]} and {sizes[0]} tokens);"
             " speculation needs a draft with the target's tokenizer"
         )
-
-
-def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
-    if len(theirs) != len(ours):
-        return f"{len(theirs)} and {len(ours)} tokens"
-    token = min((text for text, number in theirs.items() if ours.get(text) != number), key=theirs.__getitem__)
-    return f"token {theirs[token]} is {token!r} in the draft only"
-
-
-def _vocabulary(folder: str) -> dict[str, int] | None:
-    """Token text → id, or None where the folder has no ``tokenizer.json``."""
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer  # noqa: PLC0415 (only needed here)
-
-    vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    return vocabulary
+    return None
 
 
 def _vocab_size(folder: str) -> int | None:

@@ -40,6 +40,8 @@ class ModelChoice:
     #: The name it is served under: the folder's, or the one on the hub.
     name: str
     speculative: SpeculativeSettings
+    #: The tokenizer that the draft model goes by, where it is not its own.
+    draft_tokenizer: str | None = None
 
     @property
     def speculates(self) -> bool:
@@ -135,6 +137,7 @@ def choose_models(
     """
     target = find_checkpoint(model or TARGET)
     check_checkpoint(target)
+    draft_tokenizer = None
     if speculative is None:
         speculative = SpeculativeSettings(model=DRAFT) if model is None else SpeculativeSettings(method="none")
     if speculative.tree is not None and speculative.methods != ("none",):
@@ -148,8 +151,8 @@ def choose_models(
         if "mtp" in speculative.methods:
             check_prediction_layers(draft)
         if "draft_model" in speculative.methods:
-            check_pair(target, draft, tokenizer=tokenizer)
-    return ModelChoice(target, _served_name(model or TARGET), speculative)
+            draft_tokenizer = check_pair(target, draft, tokenizer=tokenizer)
+    return ModelChoice(target, _served_name(model or TARGET), speculative, draft_tokenizer)
 
 
 def _served_name(model: str) -> str:

@@ -25,16 +25,19 @@ from draft_service.drafters.window import DraftWindow
 from engine.chains import ChainJob, StopFlags, draft_chains
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
+from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.kv_pool import CacheFull
 from engine.loading.load import load_engine
 from engine.loading.memory import LargestStep
 from engine.sampling.drafting import DraftedChain, draft_many
 from engine.sampling.state import SamplingState
+from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.settings import DraftSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
+from specdec.vocabulary import check_shared_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -152,11 +155,16 @@ class ModelDrafter(Drafter[ModelState]):
         if settings.model is None:
             raise InvalidRequest("a draft model needs its folder; give --model", param="model")
         folder = settings.model.model
+        if settings.model.tokenizer is not None:
+            check_shared_tokens(settings.model.tokenizer, folder)
         mask = mask_token(folder, settings.speculative.parallel_drafting)
+        drafted = None
+        if (path := settings.speculative.draft_vocab) is not None:
+            drafted = read_draft_vocabulary(path, read_text_config(folder)["vocab_size"])
         thread = DeviceThread("draft-device")
         try:
             largest = LargestStep(settings.scheduler.max_num_batched_tokens, draft_many)
-            engine = await thread.run(load_engine, settings.model, None, largest)
+            engine = await thread.run(load_engine, settings.model, None, largest, drafted)
             await thread.run(engine.warm_up)
             if mask is not None and (prompt := check_prompt(folder)):
                 await thread.run(check_mask, engine, prompt, mask)

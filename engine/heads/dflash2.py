@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.heads.dflash import BlockWalk, DFlashConfig, DFlashHead
+from engine.heads.head import DraftHead
 from engine.heads.layer import Attend, LayerConfig, LlamaLayer, SmallLinear
 
 
@@ -104,6 +105,10 @@ class DFlash2Head(DFlashHead):
     ) -> None:
         super().__init__(config, embeddings=embeddings, lm_head=lm_head)
         self.candidate_selector = CandidateSelector(config.vocab_size, config.layer.hidden_size, config.selector_rank)
+
+    def trim(self, token_ids: Tensor) -> None:
+        """Refused: the selector's tables are of all tokens."""
+        DraftHead.trim(self, token_ids)
 
     def make_layer(self, index: int) -> nn.Module:
         """A layer with convolutions."""

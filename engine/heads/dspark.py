@@ -123,6 +123,13 @@ class DSparkHead(DFlashHead):
         out: Tensor = self.confidence_head(inputs)
         return out
 
+    def trim(self, token_ids: Tensor) -> None:
+        """W2 keeps the same rows."""
+        super().trim(token_ids)
+        if self.config.markov_rank:
+            rows = self.markov_head.markov_w2.weight.detach()[token_ids.to(self.d2t.device)]
+            self.markov_head.markov_w2 = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+
     def walk(self, x: Tensor) -> BlockWalk:
         """The chains of a batch, from the rows of their blocks, [R, H]."""
         return MarkovWalk(self, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from engine.heads.layer import RMSNorm, Rotary, frozen_linear
 from engine.state_map import StateMap
+from engine.trimmed_outputs import rows_of
+from specdec.errors import InvalidRequest
 
 
 class DraftHead(nn.Module):
@@ -40,6 +43,17 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         """That of the head's own weights."""
         return next(self.parameters()).dtype
+
+    def trim(self, token_ids: Tensor) -> None:
+        """Draft the tokens of these target ids alone: int64 [Vd], ascending, without repeats.
+
+        Raises:
+            InvalidRequest: this head cannot.
+        """
+        raise InvalidRequest(
+            f"draft_vocab is given, and a head of method {self.method} drafts all tokens: leave draft_vocab out",
+            param="draft_vocab",
+        )
 
 
 class MappedHead(DraftHead):
@@ -96,6 +110,19 @@ class MappedHead(DraftHead):
         """Draft the tokens of these target ids: int64 [Vd], ascending, without repeats."""
         self.d2t = token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device)
         self.t2d = torch.zeros_like(self.t2d).index_fill_(0, token_ids.to(self.t2d.device), True)
+
+    def trim(self, token_ids: Tensor) -> None:
+        """As in the base class: the output layer keeps their rows. A head with a vocabulary of its own refuses."""
+        if self.config.draft_vocab_size != self.config.vocab_size:
+            raise InvalidRequest(
+                f"draft_vocab is given, and the head brings a list of {self.config.draft_vocab_size} tokens: leave"
+                " draft_vocab out",
+                param="draft_vocab",
+            )
+        self.lm_head = rows_of(self.lm_head, token_ids)
+        self.config = replace(self.config, draft_vocab_size=len(token_ids))
+        self.d2t = torch.zeros(len(token_ids), dtype=torch.int64, device=self.d2t.device)
+        self.set_vocabulary(token_ids)
 
     def to_target_logits(self, logits: Tensor) -> Tensor:
         """[..., Vd] over the draft vocabulary to [..., V] over the target's: tokens that cannot be drafted get -inf."""

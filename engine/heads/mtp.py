@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from engine.heads.head import DraftHead
 from engine.heads.layer import Attend
+from engine.trimmed_outputs import rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +88,13 @@ class MtpHead(DraftHead):
         """Numbers of the target's state at one position."""
         return self.config.hidden_size
 
-    def set_vocabulary(self, token_ids: Tensor) -> None:
+    def trim(self, token_ids: Tensor) -> None:
         """Draft the tokens of these ids alone: int64 [Vd], ascending, without repeats. The output layer keeps their
         rows.
         """
         whole: nn.Linear = self.body.get_output_embeddings()  # type: ignore[no-untyped-call]
-        rows = whole.weight.detach().index_select(0, token_ids.to(whole.weight.device))
-        part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        part.weight = nn.Parameter(rows, requires_grad=False)
-        self.body.set_output_embeddings(part)  # type: ignore[no-untyped-call]
-        self.draft_ids = token_ids.to(rows.device)
+        self.body.set_output_embeddings(rows_of(whole, token_ids))  # type: ignore[no-untyped-call]
+        self.draft_ids = token_ids.to(whole.weight.device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [..., H] as features [..., H]: the same."""

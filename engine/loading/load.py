@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 import specdec
 from engine.adapters import adopt
@@ -24,6 +24,7 @@ from engine.native import library
 from engine.native.rounded import grouped_numbers, rounded_bytes
 from engine.parallel import shards
 from engine.parallel.ranks import Ranks
+from engine.trimmed_outputs import trim_outputs
 from specdec.process.cores import usable_cores
 from specdec.settings import ModelSettings
 from specdec.types import ModelInfo
@@ -32,13 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    settings: ModelSettings, join: Callable[[], Ranks] | None = None, largest: LargestStep = LargestStep()
+    settings: ModelSettings,
+    join: Callable[[], Ranks] | None = None,
+    largest: LargestStep = LargestStep(),
+    drafted: torch.Tensor | None = None,
 ) -> Engine:
     """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
 
     Sets torch's thread count on the calling thread, which must be the one that calls :meth:`Engine.forward`. ``join``
     meets the other ranks of the model, which load at the same time; it is called before weights are read. The engine
     closes them, and so does a failure. A GPU's memory is kept for the ``largest`` step, of as many rows on all ranks.
+    ``drafted``: of a draft, the ids of the tokens that it can draft, int64 [Vd], ascending; None: all.
 
     Raises:
         ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
@@ -48,7 +53,7 @@ def load_engine(
     config = checkpoint.load_config(settings)
     refusals.check_config(config)
     if join is None:
-        return _load(settings, config, largest)
+        return _load(settings, config, largest, drafted=drafted)
     size = settings.tensor_parallel_size
     split = shards.plan_split(config, size, trust_remote_code=settings.trust_remote_code)
     ranks = join()
@@ -57,6 +62,22 @@ def load_engine(
     except BaseException:
         ranks.close()
         raise
+
+
+def _read_model(  # noqa: PLR0917
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    device: torch.device,
+    split: object,
+    bits: int,
+    drafted: torch.Tensor | None,
+) -> PreTrainedModel:
+    logger.info("reading the weights of %s", settings.model)
+    if drafted is None:
+        return checkpoint.load_model(settings, config, device, split, bits)
+    model = checkpoint.load_model(settings, config, device, split)  # its weights are rounded once it is trimmed
+    trim_outputs(model, drafted)
+    return model
 
 
 def smaller_weights(settings: ModelSettings, config: object, dtype: torch.dtype) -> str:
@@ -76,6 +97,8 @@ def _load(
     largest: LargestStep,
     ranks: Ranks | None = None,
     split: object = None,
+    *,
+    drafted: torch.Tensor | None = None,
 ) -> Engine:
     place = None if ranks is None else ranks.place
     device = resolve_device(settings.device, 0 if place is None else place.local_rank)
@@ -86,8 +109,7 @@ def _load(
         torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
     max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
     bits = refusals.check_quantization(settings, config, device)
-    logger.info("reading the weights of %s", settings.model)
-    model = checkpoint.load_model(settings, config, device, split, bits)
+    model = _read_model(settings, config, device, split, bits, drafted)
     num_parameters = model.num_parameters() + grouped_numbers(model)
     if ranks is not None:
         shards.make_local(model, ranks)

@@ -129,7 +129,7 @@ class Reference:
             ids = torch.randint(vocab_size, (min(sum(map(abs, chunks)), limit),), generator=generator)
             with torch.inference_mode():
                 logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
-            if not bool(logits.isfinite().all()):
+            if not bool((logits.isfinite() | logits.isneginf().all(0)).all()):  # tokens that are left out
                 raise ModelNotSupported(
                     f"{type(model).__name__} in {_name(model.dtype)} answers with NaN or infinity; try another dtype"
                 )
@@ -240,8 +240,13 @@ def _in_few_rows(tolerance: Tolerance, answers: torch.Tensor, wanted: torch.Tens
 def disagreement(logits: torch.Tensor, wanted: torch.Tensor, tolerance: Tolerance) -> str | None:
     """None where rows of logits [rows, V] agree with what the stock model answers, else what differs.
 
-    The distance of a row is the root mean square, relative to the logits' spread.
+    The distance of a row is the root mean square, relative to the logits' spread. Tokens that are left out
+    (:mod:`engine.trimmed_outputs`) have -inf.
     """
+    if (is_left_out := wanted[:1].isneginf()[0]).any():
+        if not logits[:, is_left_out].isneginf().all():
+            return "tokens that are left out have logits"
+        logits, wanted = logits[:, ~is_left_out], wanted[:, ~is_left_out]
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
     distance = (logits - wanted).square().mean(-1).sqrt() / spread.clamp_min(1e-12)  # [rows]
     for bound, share in ((tolerance.usual, tolerance.share), (tolerance.worst, 0.0)):

@@ -32,6 +32,7 @@ from engine.native.model_parts import Caches, LayerCache, ModelParts, RotaryTabl
 from engine.native.packing import Packing
 from engine.native.structs import CBatch, CKept, CModel, CPlan
 from engine.plan import BatchPlan
+from engine.trimmed_outputs import TrimmedOutputs
 from specdec.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,16 @@ class NativeDecoder(NativeModel):
         config, parts = model.config, ModelParts(model)
         layers, norm = parts.layers, parts.final_norm
         packing = Packing(library, parts.groups, num_threads)
-        vocab_size, weight_dtype = model.lm_head.out_features, matrix_of(model.lm_head).dtype
+        (output,) = parts.output.layers
+        weight_dtype = matrix_of(output).dtype
+        #: Columns of logits that a pass writes; :meth:`widen` makes those of the vocabulary of them.
+        self.num_outputs: int = output.out_features
+        #: Of a draft that drafts some tokens alone.
+        self._trimmed: TrimmedOutputs | None = model.lm_head if isinstance(model.lm_head, TrimmedOutputs) else None
+        vocab_size, target_ids = self.num_outputs, None
+        if self._trimmed is not None:
+            vocab_size = self._trimmed.vocab_size
+            target_ids = packing.keep(self._trimmed.token_ids.to(torch.int32)).data_ptr()
         attention, gates_heads = parts.attention[0], parts.gates_heads
         attending = iter(zip(caches, windows, strict=True))
         kept = [next(attending) if layer.attention is not None else (None, None) for layer in layers]
@@ -139,8 +149,9 @@ class NativeDecoder(NativeModel):
             num_layers=len(layers),
             hidden=config.hidden_size,
             intermediate=max(parts.intermediate_sizes, default=0),
+            target_ids=target_ids,
             vocab=vocab_size,
-            outputs=vocab_size,
+            outputs=self.num_outputs,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
@@ -207,7 +218,7 @@ class NativeDecoder(NativeModel):
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
-        logits = torch.empty(logit_rows.shape[0], self.vocab_size)
+        logits = torch.empty(logit_rows.shape[0], self.num_outputs)
         batch = self.batch_of(input_ids, plan, logit_rows, logits)
         batch.state_plan = None if state_plan is None else state_plan.data_ptr()
         if states is not None:
@@ -216,7 +227,11 @@ class NativeDecoder(NativeModel):
             batch.state_layers, batch.num_state_layers = layers.data_ptr(), layers.shape[0]
             batch.states = out.data_ptr()
         self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
-        return logits
+        return self.widen(logits)
+
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [N, num_outputs] as a pass writes them to [N, V]."""
+        return logits if self._trimmed is None else self._trimmed.widen(logits)
 
     def batch_of(
         self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor

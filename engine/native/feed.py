@@ -65,7 +65,7 @@ def feed(
             fed.slot, fed.base = slot.index, slot.base if fed.length else 0
             fed.new_base = slot.base_after(fed.length, fed.num_tokens)
             new_bases.append((slot, fed.new_base, fed.length + fed.num_tokens))
-    logits = torch.empty(num_logits, decoder.vocab_size)
+    logits = torch.empty(num_logits, decoder.num_outputs)
     caches = decoder.caches_for(longest)
     kept = None
     if states is not None:
@@ -88,4 +88,4 @@ def feed(
         segment.sequence.length += len(segment.token_ids)
     for slot, base, end in new_bases:
         slot.base, slot.end = base, end
-    return logits, kept
+    return decoder.widen(logits), kept

@@ -16,6 +16,7 @@ from engine.native.layer_parts import FAMILIES, KNOWN_NORMS, LayerParts, LinearG
 from engine.native.library import DTYPES
 from engine.native.mixer import unknown_mixer
 from engine.native.rounded import GroupedLinear, Int8Linear, is_plain
+from engine.trimmed_outputs import TrimmedOutputs
 
 #: Keys and values [num_blocks, Hkv, block, D].
 LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -61,7 +62,9 @@ class ModelParts:
     def output(self) -> LinearGroup:
         """The output layer."""
         scale = getattr(self.model.model, "lm_head_multiplier", 1.0) / getattr(self.model.config, "logits_scaling", 1.0)
-        return LinearGroup(self.model, ["lm_head"], (scale,))
+        whole = self.model.lm_head
+        parent, name = (whole, "linear") if isinstance(whole, TrimmedOutputs) else (self.model, "lm_head")
+        return LinearGroup(parent, [name], (scale,))
 
     @property
     def groups(self) -> list[LinearGroup]:
@@ -118,7 +121,7 @@ def unknown_model(model: Any, caches: Caches, windows: Sequence[int | None], mix
         return "recurrent parts in other places"
     eps = norm_eps(parts.final_norm)
     found = [_unknown_config(model.config)]
-    found += [_unknown_layer(layer, type(model.lm_head), eps) for layer in layers]
+    found += [_unknown_layer(layer, type(parts.output.layers[0]), eps) for layer in layers]
     found += [unknown_mixer(mixer, caches[0][0].dtype, eps) for mixer in mixers]
     found += [_unknown_ends(parts), _unknown_cache(caches)]
     return next((reason for reason in found if reason is not None), None) or _unknown_heads(parts)
@@ -146,9 +149,9 @@ def _unknown_layer(layer: LayerParts, kind: type[nn.Module], eps: float) -> str 
 
 def _unknown_ends(parts: ModelParts) -> str | None:
     model = parts.model
-    if not _is_known(model.lm_head) or type(parts.final_norm).__name__ not in KNOWN_NORMS:
+    if not _is_known(parts.output.layers[0]) or type(parts.final_norm).__name__ not in KNOWN_NORMS:
         return "its output layer"
-    dtype = model.lm_head.weight.dtype
+    dtype = parts.output.layers[0].weight.dtype
     rest = (part for name, part in model.named_parameters() if name.rpartition(".")[2] not in _OF_RECURRENCES)
     if type(model.get_input_embeddings()) is not nn.Embedding or any(part.dtype != dtype for part in rest):
         return "weights of several dtypes"

@@ -39,7 +39,11 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
-    draft_vocab: str | None = option(None, "JSON file of the token ids that may be drafted", only=("mtp",))
+    draft_vocab: str | None = option(
+        None,
+        "JSON file of the token ids that may be drafted",
+        only=("draft_model", "eagle3", "mtp", "dflash", "dspark"),
+    )
     hidden_state_dtype: str = option(
         "int8",
         "type of the target's states",

@@ -143,6 +143,7 @@ def make_deployment(
         speculative = replace(speculative, method=speculative.methods[len(lookups) :])
         if speculative.needs_model:
             draft_model, model = _share_device(model, speculative)
+            draft_model = replace(draft_model, tokenizer=choice.draft_tokenizer)
         draft = DraftSettings(
             speculative=speculative,
             model=draft_model,

@@ -1,13 +1,19 @@
 """Finding checkpoints, and refusing pairs that do not fit."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import draft_service.main
+from draft_service.drafters.registry import load_drafter
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
+from tandem import LLM, SamplingParams
 from tandem.checkpoints import MODELS, bundled_models, check_pair, find_checkpoint
 from tandem.cli import main as cli
 
@@ -49,6 +55,43 @@ def test_another_vocabulary_is_refused_and_both_are_named(tmp_path: Path) -> Non
         check_pair(str(TARGET), str(tmp_path / "draft"))
     assert str(TARGET) in str(caught.value)
     assert str(tmp_path / "draft") in str(caught.value)
+
+
+def longer_draft(folder: Path) -> Path:
+    """The bundled draft with 64 rows more, of which the first stands for a token of its own."""
+    tokenizer = edit(DRAFT, folder, vocab_size=4160)
+    extra = {"id": 4096, "content": "<|own|>", "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append(extra | {"normalized": False, "special": True})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tensors = load_file(DRAFT / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat((rows, rows.flip(0)[:64] * 3))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_draft_that_knows_more_tokens_goes_by_those_of_the_target(tmp_path: Path) -> None:
+    draft = str(longer_draft(tmp_path / "longer"))
+    assert check_pair(str(TARGET), draft) == str(TARGET)
+    assert check_pair(str(TARGET), str(DRAFT)) is None
+    with pytest.raises(ModelNotSupported, match=r"token 4096 is .* in the target only"):
+        check_pair(draft, str(TARGET))
+    prompts, params = ["def main():\n    parser", "class A:\n"], SamplingParams(temperature=0.0, max_tokens=40)
+    with LLM() as llm:
+        usual = llm.generate(prompts, params)
+    with LLM(speculative_config={"model": draft}) as llm:
+        drafted = llm.generate(prompts, params)
+    assert [each.outputs[0].text for each in drafted] == [each.outputs[0].text for each in usual]
+    assert sum(each.metrics.num_accepted_tokens for each in drafted) > 20
+
+
+def test_a_draft_service_refuses_a_tokenizer_whose_tokens_it_does_not_know(tmp_path: Path) -> None:
+    longer = str(longer_draft(tmp_path / "longer"))
+    settings = DraftSettings(
+        speculative=SpeculativeSettings(model=str(DRAFT)), model=ModelSettings(model=str(DRAFT), tokenizer=longer)
+    )
+    with pytest.raises(ModelNotSupported, match="in the target only"):
+        asyncio.run(load_drafter(settings))
 
 
 def test_without_tokenizer_files_the_sizes_count(tmp_path: Path) -> None:

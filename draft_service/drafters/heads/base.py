@@ -22,7 +22,6 @@ from engine.device_thread import DeviceThread
 from engine.heads.files.checkpoint import read_head
 from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
-from engine.heads.mtp import MtpHead
 from engine.loading import checkpoint, refusals
 from engine.rounded_states import tensor_of_states
 from engine.sampling.drafting import DraftedChain
@@ -97,8 +96,8 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     method = settings.speculative.methods[-1]
     dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
     head = read_head(model.model, target, method=method, dtype=dtype, device=device)
-    if (vocabulary := settings.speculative.draft_vocab) is not None and isinstance(head, MtpHead):
-        head.set_vocabulary(read_draft_vocabulary(vocabulary, head.config.vocab_size))
+    if (vocabulary := settings.speculative.draft_vocab) is not None:
+        head.trim(read_draft_vocabulary(vocabulary, head.config.vocab_size))
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
     shared = head.shared_names
     info = ModelInfo(

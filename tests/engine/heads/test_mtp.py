@@ -163,7 +163,7 @@ def test_a_draft_vocabulary(case, tmp_path) -> None:
     chosen = list(range(1, VOCAB, 3))
     (tmp_path / "ids.json").write_text(json.dumps(chosen[::-1]))
     head = read_head(folder, folder, method="mtp")
-    head.set_vocabulary(read_draft_vocabulary(tmp_path / "ids.json", VOCAB))
+    head.trim(read_draft_vocabulary(tmp_path / "ids.json", VOCAB))
     assert head.body.get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
     paged = PagedHead(head, settings_of(folder), 256)
     ids, states = text_and_states(target, 20, 6)
