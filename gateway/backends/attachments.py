@@ -38,6 +38,9 @@ MAX_PREDICTION_BYTES: Final = 2**20
 #: draft of which a fifth is accepted never gets there. Pacing gives up a worse one long before, but for each text anew.
 MAX_REJECTED: Final = 6000
 REJECTED_PER_ACCEPTED: Final = 4
+#: Rejected tokens that a round without an accepted one counts as, at least: one without any token costs messages, and
+#: pacing cannot tell its price from that of a plain step.
+REJECTED_PER_ROUND: Final = 4
 #: Nanoseconds of drafting that are believed: the times are added up.
 MAX_DRAFT_NS: Final = 10**10
 #: Characters of a client's words in the log.
@@ -214,10 +217,11 @@ class Attachments:
 
     def _note(self, caller: Caller, end: Callable[[TandemError], None], verdict: Verdict) -> None:
         """Take rejected tokens from the client's budget; end the attachment that exceeds it."""
-        budget, num_rejected = self._clients.usage_of(caller).rejected, verdict.num_draft_tokens - verdict.num_accepted
-        budget.give_back(REJECTED_PER_ACCEPTED * verdict.num_accepted)
+        budget, num_accepted = self._clients.usage_of(caller).rejected, verdict.num_accepted
+        num_rejected = max(verdict.num_draft_tokens - num_accepted, 0 if num_accepted else REJECTED_PER_ROUND)
+        budget.give_back(REJECTED_PER_ACCEPTED * num_accepted)
         if wait_s := budget.take(num_rejected, MAX_REJECTED, time.monotonic()):
-            text = f"more than {MAX_REJECTED} drafted tokens were rejected within a minute; attach a draft that fits"
+            text = f"its drafts bring too little ({MAX_REJECTED} rejected tokens a minute); attach one that fits better"
             end(Overloaded(text, retry_after_s=wait_s))
 
     def _check(self, caller: Caller, name: tuple[str, str]) -> None:
