@@ -26,11 +26,12 @@ class TripTimes:
     wait: where draft and target share cores, one that drafts all the time slows down the steps.
     """
 
-    def __init__(self, *, is_far: bool = False, is_local: bool = False) -> None:
-        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_local``:
-        the draft is on this machine, whose cores it shares, and never far away.
+    def __init__(self, *, is_far: bool = False, is_fixed: bool = False) -> None:
+        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_fixed``:
+        it stays true. A draft on this machine shares its cores and is never far away; one that is not trusted, never
+        near.
         """
-        self._is_local = is_local
+        self._is_fixed = is_fixed
         self._trips: deque[int] = deque(maxlen=MEMORY)
         self._steps: deque[int] = deque(maxlen=MEMORY)
         self._waits: deque[int] = deque(maxlen=MEMORY)
@@ -42,7 +43,7 @@ class TripTimes:
         """A proposal came so long after it was asked for, the time of drafting it left out."""
         self._trips.append(max(0, trip_ns))
         self._num_held_up = max(0, self._num_held_up - 1)
-        if self._num_held_up == 0 and self._steps and len(self._trips) >= LEAST and not self._is_local:
+        if self._num_held_up == 0 and self._steps and len(self._trips) >= LEAST and not self._is_fixed:
             share = WAITS_BELOW if self.is_far else STREAMS_FROM
             self.is_far = min(self._trips) > share * median(self._steps)
 
@@ -57,7 +58,7 @@ class TripTimes:
     @property
     def patience_s(self) -> float | None:
         """How long to wait for a proposal that a stream can replace; None: until it comes."""
-        if self._is_local or not self._steps or len(self._waits) < LEAST:
+        if self._is_fixed or not self._steps or len(self._waits) < LEAST:
             return None
         return (2 * max(self._waits) + median(self._steps)) / 1e9
 

@@ -49,7 +49,7 @@ def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
 
 
 def test_a_draft_on_this_machine_is_never_far() -> None:
-    times = TripTimes(is_local=True)
+    times = TripTimes(is_fixed=True)
     for _ in range(MEMORY):
         times.add_step(1)
         times.add_trip(10**9)
@@ -67,4 +67,4 @@ def test_a_proposal_that_is_held_up_makes_a_draft_far_away_for_a_while() -> None
         assert times.is_far
         times.add_trip(10)
         assert times.is_far is (left > 0)
-    assert TripTimes(is_local=True).patience_s is None
+    assert TripTimes(is_fixed=True).patience_s is None
