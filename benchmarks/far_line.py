@@ -12,6 +12,7 @@ import fcntl
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +31,12 @@ _TUN_WITHOUT_HEADER: Final = 0x1001
 
 
 def enter() -> None:
-    """Run this command again in a namespace of its own, where it is not in one yet."""
+    """Run this command again in a namespace of its own, where it is not in one yet.
+
+    Raises :class:`Unavailable` where a program is missing.
+    """
+    if missing := [name for name in ("unshare", "ip") if shutil.which(name) is None]:
+        raise Unavailable(f"{' and '.join(missing)} not found; install util-linux and iproute2")
     if os.environ.setdefault(_MARK, "outside") == "outside":
         os.environ[_MARK] = "inside"
         os.execvp("unshare", ["unshare", "-rn", sys.executable, *sys.orig_argv[1:]])

@@ -83,5 +83,5 @@ def test_the_line_delays_and_counts() -> None:
 
 def test_what_the_line_loses_is_sent_again() -> None:
     """Every byte arrives, some a timeout of TCP later."""
-    times, _ = exchange(0.2, 30)
+    times, _ = exchange(0.1, 40)
     assert times[-1] > 0.15
