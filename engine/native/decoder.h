@@ -55,7 +55,7 @@ struct Model {
   const int32_t* target_ids;  // [outputs]: the token each output stands for; null: itself
   int64_t num_layers, hidden, intermediate, vocab, outputs, heads, kv_heads, head_dim;
   float eps, scale;
-  int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16; of weights 2 int8, 3 grouped, too
+  int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16; of weights 2 int8, 3 grouped, 4 decoded (to the embedding's), too
   int64_t prefetch_one, prefetch_several;              // of weights, for one row and for several: gemm.h
 };
 TANDEM_STRUCT(Model, layers, embedding, final_norm, lm_head, lm_head_bias, head, target_ids, num_layers, hidden,
