@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from engine.quantised_formats import METHODS, QuantisedFormat, read_format
+from engine.quantised_formats import METHODS, METHODS_OF_TRANSFORMERS, QuantisedFormat, read_format
 from engine.weight_map import INDEXES, read_weight_map
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
@@ -85,7 +85,7 @@ class CheckpointFiles:
     def stored_format(self) -> QuantisedFormat | None:
         """The format of quantised weights that is read here; None: there is none, or it is not read."""
         quantization = self.quantization if self.has("config.json") else None
-        if quantization is None or quantization.get("quant_method") not in METHODS:
+        if quantization is None or quantization.get("quant_method") not in (*METHODS, *METHODS_OF_TRANSFORMERS):
             return None
         found = read_format(quantization, self.model_type)
         return found if isinstance(found, QuantisedFormat) else None

@@ -3,6 +3,9 @@
 ``w[n, k] = scales[n, g] · code[n, k] - offsets[n, g]`` with ``g = k // group``. A code of 8 bits is a whole number from
 -128 to 127; one of 4 bits is looked up in a table of 16 such numbers. Every published format of that kind has numbers
 that this form holds exactly; see :mod:`engine.quantised`.
+
+Kernels either round activations to 8 bits and multiply whole numbers, or decode weights and multiply real ones. Only
+the second is possible where codes are real numbers: e4m3, a table of 16 of them, or the weights themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ GROUP: Final = 64
 TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 87, 110)
 #: Of that scale: which are tried for each group.
 _SHARES: Final = (0.92, 1.02)
+_CODE_KINDS: Final = {torch.int8: 0, torch.float8_e4m3fn: 2, torch.float32: 3, torch.bfloat16: 3}
 #: Weights that are rounded or decoded together: what bounds the memory it takes.
 _AT_ONCE: Final = 2**20
 
@@ -32,26 +36,34 @@ class GroupedWeight:
     in_features: int
     #: Inputs of a group, a multiple of 16; the last group may be shorter.
     group: int
-    #: 4 bits: uint8 [N, ceil(K / 2)], the first of two neighbours in the low half. 8 bits: int8 [N, K].
+    #: 4 bits: uint8 [N, ceil(K / 2)], the first of two neighbours in the low half. 8 bits: int8 or float8_e4m3fn
+    #: [N, K]. The weights themselves, without scales: float32 or bfloat16 [N, K].
     codes: torch.Tensor
     #: float32 [N, groups].
     scales: torch.Tensor
     #: float32 [N, groups], or None: zero.
     offsets: torch.Tensor | None = None
-    #: int8 [16] where codes have 4 bits.
+    #: int8 or float32 [16] where codes have 4 bits.
     table: torch.Tensor | None = None
     #: int32 [K]: which input each column of the codes belongs to; None: they are in order.
     order: torch.Tensor | None = None
+    #: Activations are rounded to 8 bits.
+    rounds: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
         """Of grouped weights in general, whatever the bits: a key of ``engine.native.library.WEIGHT_DTYPES``."""
-        return torch.uint8
+        return torch.uint8 if self.rounds else torch.uint16
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 8 if self.table is None else 4
+        return 8 * self.codes.element_size() if self.table is None else 4
+
+    @property
+    def code_kind(self) -> int:
+        """CodeKind of grouped.h: 0 whole numbers, 1 real ones by a table, 2 e4m3, 3 the weights themselves."""
+        return int(self.table.is_floating_point()) if self.table is not None else _CODE_KINDS[self.codes.dtype]
 
     @property
     def num_groups(self) -> int:
@@ -65,6 +77,8 @@ class GroupedWeight:
 
     def decode(self) -> torch.Tensor:
         """float32 [N, K]: each weight by one multiplication and, with offsets, one subtraction."""
+        if self.bits > 8:
+            return self.codes.float()
         if self.table is None:
             whole = self.codes.float()
         else:  # both halves of a byte at once
@@ -101,7 +115,7 @@ class GroupedWeight:
         table: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
     ) -> GroupedWeight:
-        """A weight of codes [N, K]: from 0 to 15 with a table, else int8. Scales and offsets [N, groups].
+        """A weight of codes [N, K]: from 0 to 15 with a table, else int8 or e4m3. Scales and offsets [N, groups].
 
         Raises:
             ValueError: the group is no multiple of 16 though there are several, or the scales are of another number.
@@ -114,7 +128,11 @@ class GroupedWeight:
         size = (num_outputs, -(-num_inputs // group))
         if scales.shape != size or (offsets is not None and offsets.shape != size):
             raise ValueError(f"scales {tuple(scales.shape)} for {size} groups")
-        kept = pack_nibbles(codes) if table is not None else codes.to(torch.int8)
+        kept = pack_nibbles(codes) if table is not None else codes
+        if not kept.is_floating_point() and table is None:
+            kept = kept.to(torch.int8)
+        if table is not None and not table.is_floating_point():
+            table = table.to(torch.int8)
         return cls(
             num_outputs,
             num_inputs,
@@ -122,9 +140,16 @@ class GroupedWeight:
             kept.contiguous(),
             scales.float().contiguous(),
             None if offsets is None else offsets.float().contiguous(),
-            None if table is None else table.to(torch.int8).contiguous(),
+            None if table is None else table.contiguous(),
             None if order is None else order.to(torch.int32).contiguous(),
+            rounds=not (kept if table is None else table).is_floating_point(),
         )
+
+    @classmethod
+    def plain(cls, weight: torch.Tensor) -> GroupedWeight:
+        """A weight [N, K] of float32 or bfloat16 as it is."""
+        num_outputs, num_inputs = weight.shape
+        return cls(num_outputs, num_inputs, num_inputs, weight.contiguous(), torch.empty(num_outputs, 0), rounds=False)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,12 @@ from typing import Any, Final
 
 #: Values of ``quant_method`` that are read here.
 METHODS: Final = ("compressed-tensors", "awq", "gptq", "gguf")
+#: Others that are read here for a CPU, and elsewhere by transformers.
+METHODS_OF_TRANSFORMERS: Final = ("fp8", "bitsandbytes")
 #: Architectures whose quantised checkpoints are read: those that the native decoder runs.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _BITS: Final = (4, 8)
+_FLOAT_BITS: Final = 8
 #: Formats of compressed-tensors with 4-bit floating-point codes, and the size of their groups.
 _FLOAT_GROUPS: Final = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
@@ -32,14 +35,16 @@ class QuantisedFormat:
     zero_shift: int = 0
     #: A suffix of the tensor that shows a layer is quantised.
     marker: str = "qweight"
-    #: Codes are floating-point numbers (e2m1); else whole ones.
+    #: Codes are floating-point numbers (e2m1, e4m3); else whole ones.
     is_float: bool = False
+    #: Outputs that share a scale.
+    rows: int = 1
     #: The file of the weights; None: the folder's safetensors.
     file: str | None = None
 
 
 def read_format(quantization: Mapping[str, Any], model_type: str) -> QuantisedFormat | str:
-    """What a ``quantization_config`` with a method of :data:`METHODS` means; or, as text, what of it is not read."""
+    """What a ``quantization_config`` with a method that is read here means; or, as text, what of it is not read."""
     method = str(quantization.get("quant_method"))
     if model_type not in MODEL_TYPES:
         return f"weights quantised by {method!r} in a {model_type!r} model; they are read of {', '.join(MODEL_TYPES)}"
@@ -70,7 +75,7 @@ def _gptq(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
     return group if isinstance(group, str) else QuantisedFormat("gptq", bits, group or None, 1 if kind == "gptq" else 0)
 
 
-def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # noqa: PLR0911
+def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # noqa: PLR0911, PLR0912
     groups = quantization.get("config_groups")
     if (
         not isinstance(groups, Mapping)
@@ -87,8 +92,15 @@ def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # no
     for scheme in groups.values():
         kind = str(scheme.get("format") or quantization.get("format"))
         weights = scheme.get("weights")
-        if kind not in {"pack-quantized", "int-quantized", *_FLOAT_GROUPS} or not isinstance(weights, Mapping):
-            return f"format {kind!r}; pack-quantized, int-quantized, {', '.join(_FLOAT_GROUPS)} are read"
+        known = ("pack-quantized", "int-quantized", "float-quantized", *_FLOAT_GROUPS)
+        if kind not in known or not isinstance(weights, Mapping):
+            return f"format {kind!r}; {', '.join(known)} are read"
+        if kind == "float-quantized":
+            float8 = _compressed_float8(weights)
+            if isinstance(float8, str):
+                return float8
+            found.add(float8)
+            continue
         if kind in _FLOAT_GROUPS:
             if weights.get("group_size") != _FLOAT_GROUPS[kind] or weights.get("symmetric") is False:
                 return f"groups of {weights.get('group_size')} in {kind!r}; {_FLOAT_GROUPS[kind]}, symmetric, is read"
@@ -112,6 +124,32 @@ def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # no
     return found.pop() if len(found) == 1 else "several formats (config_groups)"
 
 
+def _fp8(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        return f"fmt {quantization['fmt']!r}; only 'e4m3' is read"
+    return _float8("fp8", quantization.get("weight_block_size"))
+
+
+def _compressed_float8(weights: Mapping[str, Any]) -> QuantisedFormat | str:
+    strategy = weights.get("strategy")
+    if weights.get("num_bits") != _FLOAT_BITS or strategy not in {"tensor", "channel", "block"}:
+        return f"weights of {weights.get('num_bits')} bits by {strategy!r}; 8 by tensor, channel and block are read"
+    return _float8("compressed-tensors", weights.get("block_structure") if strategy == "block" else None)
+
+
+def _float8(method: str, block: Any) -> QuantisedFormat | str:
+    """e4m3 with a scale per block of outputs and inputs; without a block, per output or tensor."""
+    if block is None:
+        return QuantisedFormat(method, 8, None, marker="weight", is_float=True)
+    if not isinstance(block, list | tuple) or [isinstance(_group(size), int) for size in block] != [True, True]:
+        return f"blocks of {block!r}; pairs of multiples of 16 are read"
+    return QuantisedFormat(method, 8, block[1], marker="weight", is_float=True, rows=block[0])
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
+    return QuantisedFormat("bitsandbytes", 4 if quantization.get("load_in_4bit") else 8, None, marker="weight")
+
+
 def _group(size: Any) -> int | str:
     """A group's size; 0: all inputs; or, as text, why it is not read."""
     if size in (None, -1):
@@ -131,4 +169,11 @@ def _gguf(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
     return QuantisedFormat("gguf", 0, None, file=name)
 
 
-_READERS: Final = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "gguf": _gguf}
+_READERS: Final = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "gguf": _gguf,
+    "fp8": _fp8,
+    "bitsandbytes": _bitsandbytes,
+}

@@ -56,6 +56,9 @@ class PackedSource:
             self._open |= dict.fromkeys(file.keys(), file)
         for name in self._open:
             prefix, _, last = name.rpartition(".")
+            if ".weight." in name:  # what bitsandbytes keeps of a weight
+                prefix, _, last = name.partition(".weight.")
+                last = f"weight.{last}"
             self._parts.setdefault(prefix, []).append(last)
 
     @property
@@ -75,7 +78,7 @@ class PackedSource:
             ModelNotSupported: tensors of the layer are missing or do not fit together.
         """
         marker, parts = self._stored.marker, self._parts.get(prefix, ())
-        if marker not in parts or self.read(f"{prefix}.{marker}").is_floating_point():
+        if marker not in parts or self.read(f"{prefix}.{marker}").dtype in _REAL_DTYPES:
             return None
         try:
             return read_linear(self._stored, {part: self.read(f"{prefix}.{part}") for part in parts})
@@ -146,21 +149,31 @@ class GgufSource:
 #: What the architectures of :data:`engine.quantised_formats.MODEL_TYPES` call their embedding and output layer.
 EMBEDDING: Final = "model.embed_tokens"
 OUTPUT: Final = "lm_head"
+_REAL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
 _OF_LINEARS: Final = frozenset(
     """
     weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
-    qweight qzeros scales g_idx
+    qweight qzeros scales g_idx weight_scale_inv input_scale SCB weight_format weight.absmax weight.quant_map
+    weight.nested_absmax weight.nested_quant_map weight.quant_state.bitsandbytes__nf4
+    weight.quant_state.bitsandbytes__fp4
     """.split()  # noqa: SIM905
 )
 
 
 def assemble(
-    source: TensorSource, config: PreTrainedConfig, dtype: torch.dtype, folder: str, *, rounds_rest: bool = True
+    source: TensorSource,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    folder: str,
+    *,
+    on_cpu: bool = True,
+    rounds: bool = True,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model whose quantised layers are :class:`GroupedLinear`, and the names of tensors that it did not take.
 
-    ``rounds_rest``: layers that are not quantised, such as the output layer, are rounded to 8 bits in groups.
+    On a CPU layers beside those that are not quantised, such as the output layer, are rounded to 8 bits in groups, as
+    are activations; without ``rounds``, or where codes are real numbers, neither is.
 
     Raises:
         ModelNotSupported: weights are missing, or of another shape than the model's.
@@ -191,8 +204,8 @@ def assemble(
             f"{folder} lacks {len(absent)} of the model's weights ({', '.join(absent[:4])}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    if rounds_rest and any(isinstance(module, GroupedLinear) for module in model.modules()):
-        group_linears(model)
+    if on_cpu and any(isinstance(module, GroupedLinear) for module in model.modules()):
+        group_linears(model, rounds=rounds)
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)

@@ -36,7 +36,7 @@ from engine.loading.assembly import (
     assemble,
     read_generation_config,
 )
-from engine.quantised_formats import MODEL_TYPES, QuantisedFormat
+from engine.quantised_formats import METHODS_OF_TRANSFORMERS, MODEL_TYPES, QuantisedFormat
 from engine.refused_checkpoints import check_checkpoint
 from engine.weight_map import check_weight_maps
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -97,13 +97,15 @@ def load_model(
     """
     check_weight_maps(Path(settings.model))
     stored = CheckpointFiles(settings.model).stored_format
-    if stored is not None:
+    if stored is not None and (device.type == "cpu" or stored.method not in METHODS_OF_TRANSFORMERS) and split is None:
         return _assembled(settings, config, device, stored)
     dtype = dtype_of(settings, config, device)
     if bits and split is None and isinstance(dtype, torch.dtype) and _can_round(settings, config, dtype):
         with ExitStack() as stack:
             source = RoundedSource(CheckpointFiles(settings.model), bits, dtype, stack)
-            model, names = assemble(source, config, dtype, settings.model)
+            model, names = assemble(
+                source, config, dtype, settings.model, rounds=settings.quantized_activations == "int8"
+            )
         read_generation_config(model, Path(settings.model))
         _refuse_unused(settings, names, model)
         return model
@@ -191,8 +193,8 @@ def _assembled(
             source = PackedSource(CheckpointFiles(folder), stored, stack)
         else:
             source = GgufSource(GgufFile(folder / stored.file), config)
-        on_cpu = device.type == "cpu"
-        model, names = assemble(source, config, dtype, settings.model, rounds_rest=on_cpu)
+        on_cpu, rounds = device.type == "cpu", settings.quantized_activations == "int8"
+        model, names = assemble(source, config, dtype, settings.model, on_cpu=on_cpu, rounds=rounds)
     read_generation_config(model, folder)
     _refuse_unused(settings, names, model)
     if not on_cpu:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.layers import LayerShape
 from engine.native import library
-from engine.native.rounded import quantise_linears
+from engine.native.rounded import group_linears, quantise_linears
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
 
@@ -90,6 +90,8 @@ def quantise(settings: ModelSettings, model: nn.Module, bits: int) -> None:
             f"{type(model).__name__} in {next(model.parameters()).dtype} has no linear layers that can be rounded to"
             f" {bits} bits: they must be plain ones of float32 or bfloat16"
         )
+    if settings.quantized_activations == "float":
+        group_linears(model, rounds=False)
 
 
 def check_model(model: PreTrainedModel) -> None:

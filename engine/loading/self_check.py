@@ -214,7 +214,9 @@ def reach(shapes: Sequence[LayerShape], length: int, *, num_blocks: int, block_s
 
 def _tolerance_of(model: PreTrainedModel) -> Tolerance:
     tolerance = TOLERANCES.get(model.dtype, QUANTISED_TOLERANCE)
-    if any(isinstance(module, GroupedLinear) for module in model.modules()):
+    if any(
+        isinstance(module, GroupedLinear) and module.grouped and module.grouped.rounds for module in model.modules()
+    ):
         tolerance = GROUPED_TOLERANCES[model.dtype]
     elif getattr(model, "hf_quantizer", None) is not None:
         tolerance = QUANTISED_TOLERANCE

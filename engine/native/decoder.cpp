@@ -668,7 +668,10 @@ static int run(const Model& model, const Batch& batch, int threads) {
 int forward(const Model& model, const Batch& batch, int threads) {
   if (model.weight_dtype == 0) return run<Float32>(model, batch, threads);
   if (model.weight_dtype == 1) return run<BFloat16>(model, batch, threads);
-  return model.weight_dtype == 2 ? run<Int8>(model, batch, threads) : run<Grouped>(model, batch, threads);
+  if (model.weight_dtype == 2) return run<Int8>(model, batch, threads);
+  if (model.weight_dtype == 3) return run<Grouped>(model, batch, threads);
+  return model.embedding_dtype == 0 ? run<Decoded<Float32>>(model, batch, threads)
+                                    : run<Decoded<BFloat16>>(model, batch, threads);
 }
 
 }  // namespace tandem

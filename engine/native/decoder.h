@@ -87,7 +87,8 @@ struct Model {
   int64_t rotary_dim;  // the first elements of a head, which are rotated
   float eps, scale, embedding_scale;
   int32_t gates_heads, gates_mlp;  // attended heads are multiplied by the sigmoid of a gate; MLPs have one
-  int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16; of weights 2 int8, 3 grouped, too
+  // 0 float32, 1 bfloat16; of weights 2 int8, 3 grouped, 4 decoded (to the embedding's), too
+  int32_t weight_dtype, embedding_dtype, cache_dtype;
   int64_t prefetch_one, prefetch_several;              // of weights, for one row and for several: gemm.h
 };
 TANDEM_STRUCT(Model, layers, embedding, final_norm, lm_head, head, target_ids, num_layers, hidden,

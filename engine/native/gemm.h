@@ -135,6 +135,20 @@ struct Int8 {
   static inline Vec value(IVec sum) { return __builtin_convertvector(sum, Vec); }
 };
 
+// Grouped weights multiplied as the numbers they stand for: each is scale * value - offset in float32, rounded to Base's
+// dtype. Products are to the bit those of Base with such weights. Defined in decoded.cpp.
+template <class Base>
+struct Decoded : Base {
+  using Weight = const uint8_t*;
+  using Panel = const uint8_t*;
+  static constexpr int kStep = kRun, kScales = 0;
+  static constexpr bool kRounds = true;  // inputs may have an order
+};
+
+// Whether a weight is a list of panels with a GroupedHeader each.
+template <class Format>
+constexpr bool kIsGrouped = std::is_same_v<typename Format::Panel, Grouped::Panel>;
+
 // Elements of one panel: K rounded up to whole steps, and scales. Activations are padded with zeros to the same K.
 template <class Format>
 inline long panel_size(long k) {
@@ -144,14 +158,14 @@ inline long panel_size(long k) {
 // The n-th panel of a weight with k inputs, and the bytes of one.
 template <class Format>
 inline typename Format::Panel panel_at(const typename Format::Weight* weight, long n, long k) {
-  if constexpr (std::is_same_v<Format, Grouped>)
+  if constexpr (kIsGrouped<Format>)
     return weight[n];
   else
     return weight + n * panel_size<Format>(k);
 }
 template <class Format>
 inline long panel_bytes(const typename Format::Weight* weight, long k) {
-  if constexpr (std::is_same_v<Format, Grouped>)
+  if constexpr (kIsGrouped<Format>)
     return Grouped::header(weight[0]).panel_bytes;
   else
     return panel_size<Format>(k) * long(sizeof(typename Format::Weight));
@@ -160,7 +174,7 @@ inline long panel_bytes(const typename Format::Weight* weight, long k) {
 // Elements of a row of k activations as a product takes it.
 template <class Format>
 inline long prepared_size(long k) {
-  return std::is_same_v<Format, Grouped> ? Grouped::inputs(k) / 2 * 3 : k;
+  return std::is_same_v<Format, Grouped> ? Grouped::inputs(k) / kRun * kRunSize : k;
 }
 
 // Activations as a product takes them: rows `stride` apart, and where the format scales rows, a scale for each.
@@ -171,10 +185,20 @@ struct Rows {
   const float* scales;
 };
 
-// to[0 … n) = a row as a product takes it, zeros up to `padded`. Returns its scale, 1 where the format has none.
+// kLanes numbers at most, x[order[0]] and so on.
+template <class T>
+inline Vec gather(const T* x, const int32_t* order, long n) {
+  float found[kLanes] = {};
+  for (long i = 0; i < n && i < kLanes; i++) found[i] = to_float(x[order[i]]);
+  return load(found);
+}
+
+// to[0 … n) = a row as a product takes it, zeros up to `padded`. Returns its scale, 1 where the format has none. `order`: of
+// the activations, or null.
 template <class T, class To>
-inline float prepare_row(const T* x, long n, long padded, To* to, const int32_t* = nullptr) {
+inline float prepare_row(const T* x, long n, long padded, To* to, const int32_t* order = nullptr) {
   long i = 0;
+  for (; order && i < n; i += kLanes) store_part(to + i, gather(x, order + i, n - i), int(n - i));
   for (; i + kLanes <= n; i += kLanes) store(to + i, load(x + i));
   if (i < n) store_part(to + i, load_part(x + i, int(n - i)), int(n - i));
   for (i = n; i < padded; i++) store_one(to + i, 0.0f);
@@ -205,21 +229,13 @@ inline float prepare_row(const T* x, long n, long padded, int16_t* to, const int
 // The order in which a product takes activations, or null.
 template <class Format>
 inline const int32_t* order_of(const void* weight) {
-  if constexpr (std::is_same_v<Format, Grouped>)
+  if constexpr (kIsGrouped<Format>)
     return Grouped::order(static_cast<const Grouped::Weight*>(weight));
   else
     return nullptr;
 }
 
-// kLanes numbers at most, x[order[0]] and so on.
-template <class T>
-inline Vec gather(const T* x, const int32_t* order, long n) {
-  float found[kLanes] = {};
-  for (long i = 0; i < n && i < kLanes; i++) found[i] = to_float(x[order[i]]);
-  return load(found);
-}
-
-// to = kRun numbers of at most 127, rounded; sums = those of every 16.
+// to = kRun numbers of at most 127, rounded; sums = those of every 16, times kTotalUnit.
 inline void round_run(const Vec* x, int8_t* to, int32_t* sums) {
 #if defined(__AVX512VNNI__)
   __m512i whole[4];
@@ -232,7 +248,8 @@ inline void round_run(const Vec* x, int8_t* to, int32_t* sums) {
   __m512i four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
   four = _mm512_add_epi32(four, _mm512_shuffle_epi32(four, _MM_PERM_CDAB));
   four = _mm512_add_epi32(four, _mm512_shuffle_epi32(four, _MM_PERM_BADC));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_permutexvar_epi32(turns, four)));
+  const __m128i totals = _mm512_castsi512_si128(_mm512_permutexvar_epi32(turns, four));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(totals, 7)));
 #else
   for (int v = 0; v < kRun / kLanes; v++) {
     const SVec low = __builtin_convertvector((UVec)(x[v] + 12582912.0f), SVec);  // as above
@@ -240,19 +257,15 @@ inline void round_run(const Vec* x, int8_t* to, int32_t* sums) {
   }
   for (int i = 0; i < kRun / 16; i++) {
     sums[i] = 0;
-    for (int j = 0; j < 16; j++) sums[i] += to[i * 16 + j];
+    for (int j = 0; j < 16; j++) sums[i] += kTotalUnit * to[i * 16 + j];
   }
 #endif
 }
 
-// The largest of every run becomes 127; scales and sums follow. Returns 1. `order`: of the activations, or null.
+// The largest of every run becomes 127. Returns 1. `order`: of the activations, or null.
 template <class T>
 inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int32_t* order = nullptr) {
-  float* scales = reinterpret_cast<float*>(to + Grouped::scales_at(padded));
-  int32_t* sums = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 64));
-  int32_t* halves = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 32));
-  int32_t* quarters = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 16));
-  for (long at = 0; at < padded; at += kRun) {
+  for (long at = 0; at < padded; at += kRun, to += kRunSize) {
     Vec values[kRun / kLanes];
     UVec most{};
     for (int v = 0; v < kRun / kLanes; v++) {
@@ -268,12 +281,12 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
     const float peak = largest((Vec)most);
     const Vec inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
     for (int v = 0; v < kRun / kLanes; v++) values[v] *= inverse;
-    int32_t* four = quarters + at / 16;
-    round_run(values, to + at, four);
-    halves[at / 32] = four[0] + four[1];
-    halves[at / 32 + 1] = four[2] + four[3];
-    sums[at / 64] = halves[at / 32] + halves[at / 32 + 1];
-    scales[at / kRun] = peak / 127.0f;
+    int32_t totals[8];  // a binary tree from 1 on
+    round_run(values, to + kRunHead, totals + 4);
+    for (int i = 3; i > 0; i--) totals[i] = totals[2 * i] + totals[2 * i + 1];
+    const float scale = peak / 127.0f;
+    std::memcpy(totals, &scale, sizeof(scale));
+    std::memcpy(to, totals, kRunHead);
   }
   return 1.0f;
 }
@@ -288,6 +301,12 @@ void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, i
 template <class Format>
 void chunk_product(int rows, const typename Format::Activation* a, long lda, typename Format::Panel panel, long from, long to,
                    long prefetch, float* sums);
+
+// The bytes of a panel without codes, a Base's.
+template <class Base>
+inline long plain_panel_bytes(long k) {
+  return panel_size<Base>(round_up(k, kRun)) * long(sizeof(typename Base::Weight));
+}
 
 // Activation rows lie this far apart: whole panels, zero padded, plus a cache line so that rows a power of two long do
 // not all fall into the same cache sets.

@@ -12,17 +12,14 @@ namespace {
 
 constexpr int kIntoL2 = 2;  // of __builtin_prefetch
 
-// How 4 weights of each column meet 4 activations: Factor, the weights; Spread, the activations in every lane. Weights are
-// kShift above what they mean where the instruction wants no sign; then a sum begins with -kShift times the activations'.
+// How 4 weights of each column meet 4 activations: Factor, the weights; Spread, the activations in every lane.
 #if defined(__AVX512VNNI__)
-constexpr int kShift = 128;
 using Factor = __m512i;
 using Spread = __m512i;
 inline Factor factor(Bytes w) { return (__m512i)w; }
 inline Spread spread(const int8_t* a) { return _mm512_set1_epi32(load_as<int32_t>(a)); }
 inline IVec dot(IVec sum, Factor w, Spread a) { return (IVec)_mm512_dpbusd_epi32((__m512i)sum, w, a); }
 #elif defined(__AVX512BW__)
-constexpr int kShift = 0;
 struct Factor {
   __m512i even, odd;
 };
@@ -34,7 +31,6 @@ inline IVec dot(IVec sum, Factor w, Spread a) {
   return sum + (IVec)_mm512_madd_epi16(w.even, a.even) + (IVec)_mm512_madd_epi16(w.odd, a.odd);
 }
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__) && defined(__AVXVNNI__)
-constexpr int kShift = 128;
 using Factor = __m256i;
 using Spread = __m256i;
 inline Factor factor(Bytes w) { return (__m256i)w; }
@@ -42,7 +38,6 @@ inline Spread spread(const int8_t* a) { return _mm256_set1_epi32(load_as<int32_t
 inline IVec dot(IVec sum, Factor w, Spread a) { return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sum, w, a); }
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 // Pairs are summed in 16 bits: 2 x 128 x 127 fits, as long as the magnitudes are the weights'.
-constexpr int kShift = 0;
 struct Factor {
   __m256i weights, magnitudes;
 };
@@ -54,7 +49,6 @@ inline IVec dot(IVec sum, Factor w, Spread a) {
   return sum + (IVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 #elif defined(__ARM_NEON) && !defined(__AVX512F__)
-constexpr int kShift = 0;
 using Factor = int8x16_t;
 using Spread = int8x16_t;
 inline Factor factor(Bytes w) { return (int8x16_t)w; }
@@ -68,7 +62,6 @@ inline IVec dot(IVec sum, Factor w, Spread a) {
 #endif
 }
 #else
-constexpr int kShift = 0;
 using Factor = IVec;
 using Spread = IVec;
 inline Factor factor(Bytes w) { return (IVec)w; }
@@ -79,6 +72,7 @@ inline IVec dot(IVec sum, Factor w, Spread a) {
 }
 #endif
 
+inline void keep_in_register(const int8_t*& at) { asm volatile("" : "+r"(at)); }
 template <class V>
 inline void keep_in_register(V& v) {
 #if defined(__AVX512F__)
@@ -108,126 +102,119 @@ inline Bytes look_up(Bytes table, Bytes codes) {
 #endif
 }
 
-// What a chain of a tile reads: the codes of the columns and their scales, offsets behind those; activations, and for each
-// row its scale and the sum of its activations.
-struct Chain {
-  const uint8_t* codes;
-  const float* scales;
-  const int8_t* activations;
-  const int8_t* row_scales;
-  const int8_t* row_sums;
-  long lda, inputs, prefetch;
-};
+// Sums of a tile that fit into registers beside those of its chain, and the rows of the highest tile.
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int kHeldSums = 12;
+#else
+constexpr int kHeldSums = 6;
+#endif
+constexpr int kMostRows = 6;
 
-// R rows x W vectors: adds one chain to the sums. `OneGroup`: the columns' scales are left out.
-template <int Bits, int W, int R, bool OneGroup>
-__attribute__((always_inline)) inline void multiply_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
+// R rows x W vectors of a panel's columns from `first` on; sums are added to. `OneGroup`: the columns' scales are left out.
+// `Fetches`: each step asks for the weights of all columns, `prefetch` bytes behind its own.
+template <int Bits, int W, int R, bool OneGroup, bool Fetches>
+__attribute__((noinline)) void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first,
+                                    float* sums, long prefetch) {
   constexpr int kInputs = Bits == 4 ? 8 : 4;  // of a step
-  const Bytes table = entries;
-  const long lda = chain.lda;
-  const long ahead = chain.prefetch;
-  const uint8_t* codes = chain.codes;
-  const int8_t* a = chain.activations;
-  IVec whole[R][W];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    const IVec start = -kShift * load_as<int32_t>(chain.row_sums + r * lda) - IVec{};
-#pragma GCC unroll 4
-    for (int v = 0; v < W; v++) whole[r][v] = start;
-  }
-  for (const int8_t* end = a + chain.inputs; a < end; a += kInputs, codes += kPanel * 4) {
-#pragma GCC unroll 4
-    for (int line = 0; line < W * kLanes * 4; line += 64) __builtin_prefetch(codes + ahead + line, 0, kIntoL2);
-    // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
-#pragma GCC unroll 2
-    for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
-      Factor weights[W];
-#pragma GCC unroll 4
-      for (int v = 0; v < W; v++) {
-        const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
-        if constexpr (Bits == 4)
-          weights[v] = factor(look_up(table, half ? bytes >> 4 : bytes & 15));
-        else
-          weights[v] = factor(bytes);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const Spread x = spread(a + r * lda + half * 4);
-#pragma GCC unroll 4
-        for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], weights[v], x);
-      }
-    }
-  }
-  // Else GCC 12 keeps them in memory for the sake of what follows.
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < W; v++) keep_in_register(whole[r][v]);
-  Vec scales[W];
-#pragma GCC unroll 4
-  for (int v = 0; v < W; v++) scales[v] = load(chain.scales + v * kLanes);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    const Vec scale = splat(load_as<float>(chain.row_scales + r * lda));
-#pragma GCC unroll 4
-    for (int v = 0; v < W; v++) {
-      float* sum = sums + r * kPanel + v * kLanes;
-      store(sum, fma(OneGroup ? scale : scales[v] * scale, __builtin_convertvector(whole[r][v], Vec), load(sum)));
-    }
-  }
-  if (OneGroup || !has_offsets) return;
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    const float scale = load_as<float>(chain.row_scales + r * lda);
-    const Vec x = splat(-scale * float(load_as<int32_t>(chain.row_sums + r * lda)));
-#pragma GCC unroll 4
-    for (int v = 0; v < W; v++) {
-      float* sum = sums + r * kPanel + v * kLanes;
-      store(sum, fma(load(chain.scales + kPanel + v * kLanes), x, load(sum)));
-    }
-  }
-}
-
-// The same as a function of its own with one loop: else compilers keep the sums of many rows in memory.
-template <int Bits, int W, int R, bool OneGroup>
-__attribute__((noinline)) void add_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
-  multiply_chain<Bits, W, R, OneGroup>(chain, entries, has_offsets, sums);
-}
-
-// R rows x W vectors of a panel's columns from `first` on; sums are added to.
-template <int Bits, int W, int R, bool OneGroup>
-void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first, float* sums, long prefetch) {
   const GroupedHeader& header = Grouped::header(panel);
-  const Bytes table = header.table;
+  const bool has_offsets = !OneGroup && header.has_offsets;
+  const long length = OneGroup ? kRun : header.chain;
   const uint8_t* block = panel + kHeaderBytes + from / header.group * header.block_bytes;
   long left = header.group - from % header.group;  // inputs of the block
-  const long step = header.chain * header.bits / 8 * kPanel;
-  const int8_t* row_scales = a + Grouped::scales_at(header.inputs);
-  const int8_t* row_sums = a + Grouped::sums_at(header.inputs, header.chain) + from / header.chain * 4;
-  Chain chain{nullptr, nullptr, nullptr, nullptr, nullptr, lda, header.chain, prefetch};
-  chain.codes = block + header.codes_at + (header.group - left) * header.bits / 8 * kPanel + first * kLanes * 4;
-  for (long at = from; at < to; at += header.chain, left -= header.chain, chain.codes += step, row_sums += 4) {
-    if (left == 0) {
+  const uint8_t* codes = block + header.codes_at + (header.group - left) * Bits / 8 * kPanel + first * kLanes * 4;
+  const Bytes table = header.table;
+  constexpr bool kHolds = R * W <= kHeldSums;  // the sums, in registers
+  Vec held[R][W];
+  auto sum_at = [&](int r, int v) { return sums + r * kPanel + v * kLanes; };
+  if (kHolds)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) held[r][v] = load(sum_at(r, v));
+  auto add = [&](int r, int v, Vec x, Vec y) __attribute__((always_inline)) {
+    kHolds ? void(held[r][v] = fma(x, y, held[r][v])) : store(sum_at(r, v), fma(x, y, load(sum_at(r, v))));
+  };
+  for (long at = from; at < to; at += length, left -= length) {
+    if (!OneGroup && left == 0) {
       block += header.block_bytes;
       left = header.group;
-      chain.codes = block + header.codes_at + first * kLanes * 4;
+      codes = block + header.codes_at + first * kLanes * 4;
     }
-    chain.scales = reinterpret_cast<const float*>(block) + first * kLanes;
-    chain.activations = a + at;
-    chain.row_scales = row_scales + at / kRun * 4;
-    chain.row_sums = row_sums;
-    if constexpr (R < 4)
-      multiply_chain<Bits, W, R, OneGroup>(chain, table, header.has_offsets, sums);
-    else
-      add_chain<Bits, W, R, OneGroup>(chain, table, header.has_offsets, sums);
+    // Rows as a few addresses: general registers are scarce, and GCC saves them in those that sums need.
+    const int8_t *run = a + at / kRun * kRunSize, *behind = run + 3 * lda;
+    keep_in_register(behind);
+    auto row = [&](const int8_t* first_row, const int8_t* fourth_row, int r) {
+      return r < 3 ? first_row + r * lda : fourth_row + (r - 3) * lda;
+    };
+    const int total_at = OneGroup ? 4 : Grouped::total_at(int(at % kRun), int(length));
+    IVec whole[R][W];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const IVec start = kShift ? load_as<int32_t>(row(run, behind, r) + total_at) - IVec{} : IVec{};
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) whole[r][v] = start;
+    }
+    const long skipped = kRunHead + (OneGroup ? 0 : at % kRun);
+    const int8_t *x = run + skipped, *y = behind + skipped;
+    for (const int8_t* end = x + length; x < end; x += kInputs, y += kInputs, codes += kPanel * 4) {
+      if constexpr (Fetches)
+#pragma GCC unroll 4
+        for (int line = 0; line < kPanel * 4; line += 64) __builtin_prefetch(codes + prefetch + line, 0, kIntoL2);
+      // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
+#pragma GCC unroll 2
+      for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
+        Factor weights[W];
+#pragma GCC unroll 4
+        for (int v = 0; v < W; v++) {
+          const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
+          if constexpr (Bits == 4)
+            weights[v] = factor(look_up(table, half ? bytes >> 4 : bytes & 15));
+          else
+            weights[v] = factor(bytes);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          const Spread four = spread(row(x, y, r) + half * 4);
+#pragma GCC unroll 4
+          for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], weights[v], four);
+        }
+      }
+    }
+    const float* scales = reinterpret_cast<const float*>(block) + first * kLanes;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const float scale = load_as<float>(row(run, behind, r));
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) {
+        keep_in_register(whole[r][v]);  // else GCC 12 keeps it in memory for the sake of what follows
+        const Vec product = __builtin_convertvector(whole[r][v], Vec);
+        add(r, v, OneGroup ? splat(scale) : load(scales + v * kLanes) * scale, product);
+      }
+    }
+    if (!has_offsets) continue;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const int8_t* head = row(run, behind, r);
+      const Vec total = splat(load_as<float>(head) * (float(load_as<int32_t>(head + total_at)) / -float(kTotalUnit)));
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) add(r, v, load(scales + kPanel + v * kLanes), total);
+    }
   }
+  if (kHolds)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) store(sum_at(r, v), held[r][v]);
 }
 
+// Weights that come from memory are read in one run, of all columns; what was just read as fast as it can be multiplied.
+// `prefetch`: -1 there.
 template <int Bits, bool OneGroup, int R>
 void wide_tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch) {
-  constexpr int W = R > 6 && kVectors > 2 ? 2 : kVectors;
+  constexpr int W = R * kVectors <= kHeldSums ? kVectors : 2;
+  if (prefetch >= 0) return tile<Bits, kVectors, R, OneGroup, true>(a, lda, panel, from, to, 0, sums, prefetch);
   for (int first = 0; first < kVectors; first += W)
-    tile<Bits, W, R, OneGroup>(a, lda, panel, from, to, first, sums + first * kLanes, prefetch);
+    tile<Bits, W, R, OneGroup, false>(a, lda, panel, from, to, first, sums + first * kLanes, 0);
 }
 
 template <int Bits, bool OneGroup>
@@ -242,10 +229,6 @@ void rows_of_tile(int rows, const int8_t* a, long lda, Grouped::Panel panel, lon
     TANDEM_TILE(4)
     TANDEM_TILE(5)
     TANDEM_TILE(6)
-#if defined(__AVX512F__)
-    TANDEM_TILE(7)
-    TANDEM_TILE(8)
-#endif
 #undef TANDEM_TILE
   }
 }
@@ -265,11 +248,11 @@ void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel 
   for (long at = from; at < to; at += kDepth) {
     const long end = to < at + kDepth ? to : at + kDepth;
     long ahead = prefetch;
-    int left = rows <= kTileRows ? 1 : (rows + kRepeatedRows - 1) / kRepeatedRows;
+    int left = (rows + kMostRows - 1) / kMostRows;
     for (int first = 0; first < rows; left--) {
       const int height = (rows - first + left - 1) / left;
       run(height, a + first * lda, lda, panel, at, end, sums + first * kPanel, ahead);
-      ahead = 0;
+      ahead = -1;
       first += height;
     }
   }
@@ -282,17 +265,18 @@ void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel 
 }
 
 // A weight [n, k] row-major: codes of 4 bits, two to a byte, the first in the low half, rows of (k + 1) / 2 bytes; or
-// int8. Scales and offsets (or null) [n, groups].
+// int8, e4m3 or, where there are no codes, numbers. Scales and offsets (or null) [n, groups].
 struct GroupedSource {
   const uint8_t* codes;
-  const int8_t* table;  // [16], null for 8 bits
+  const int8_t* table;    // [16], null unless codes are of whole numbers in 4 bits
+  const float* values;    // the same of real numbers
   const float* scales;
   const float* offsets;
   const int32_t* order;  // [k] or null: which activation each input is; it must outlive the panels
   int64_t n, k, group;   // group: 0 is all inputs
-  int32_t bits;
+  int32_t bits, kind;    // of a CodeKind
 };
-TANDEM_STRUCT(GroupedSource, codes, table, scales, offsets, order, n, k, group, bits)
+TANDEM_STRUCT(GroupedSource, codes, table, values, scales, offsets, order, n, k, group, bits, kind)
 
 namespace {
 
@@ -307,9 +291,22 @@ GroupedHeader header_of(const GroupedSource& source) {
   header.codes_at = kPanel * (header.has_offsets ? 8 : 4);
   header.block_bytes = header.codes_at + header.group * kPanel * source.bits / 8;
   header.panel_bytes = kHeaderBytes + (header.inputs + header.group - 1) / header.group * header.block_bytes;
+  header.kind = source.kind;
   if (source.table)
     for (size_t i = 0; i < sizeof(Bytes); i++) header.table[i] = uint8_t(source.table[i % 16] + kShift);
+  for (int i = 0; i < 16; i++) header.values[i] = source.values ? source.values[i] : source.table ? source.table[i] : 0.0f;
+  if (source.kind == kNoCodes)
+    header.panel_bytes = kHeaderBytes + (source.bits == 32 ? plain_panel_bytes<Float32>(source.k) : plain_panel_bytes<BFloat16>(source.k));
   return header;
+}
+
+template <class Base>
+void copy_panel(const GroupedSource& source, long column, long columns, uint8_t* panel) {
+  using Weight = typename Base::Weight;
+  const Weight* from = reinterpret_cast<const Weight*>(source.codes) + column * source.k;
+  Weight* to = reinterpret_cast<Weight*>(panel + kHeaderBytes);
+  for (long j = 0; j < columns; j++)
+    for (long k = 0; k < source.k; k++) to[Base::index(k, int(j))] = from[j * source.k + k];
 }
 
 void pack_panel(const GroupedSource& source, const GroupedHeader& header, long column, uint8_t* panel) {
@@ -318,6 +315,9 @@ void pack_panel(const GroupedSource& source, const GroupedHeader& header, long c
   const long groups = (source.k + header.group - 1) / header.group;
   std::memset(panel, 0, size_t(header.panel_bytes));
   std::memcpy(panel, &header, sizeof(header));
+  if (source.kind == kNoCodes)
+    return source.bits == 32 ? copy_panel<Float32>(source, column, columns, panel)
+                             : copy_panel<BFloat16>(source, column, columns, panel);
   for (long b = 0; b < blocks; b++) {
     uint8_t* block = panel + kHeaderBytes + b * header.block_bytes;
     uint8_t* codes = block + header.codes_at;
@@ -334,7 +334,7 @@ void pack_panel(const GroupedSource& source, const GroupedHeader& header, long c
         if (source.bits == 4)
           codes[(i / 8 * kPanel + j) * 4 + i % 4] |= uint8_t((row[k / 2] >> k % 2 * 4 & 15) << (i % 8 / 4 * 4));
         else
-          codes[(i / 4 * kPanel + j) * 4 + i % 4] = uint8_t(row[k] + kShift);
+          codes[(i / 4 * kPanel + j) * 4 + i % 4] = uint8_t(row[k] + (source.kind == kWholeCodes ? kShift : 0));
       }
     }
   }

@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 SOURCES: Final = Path(__file__).parent
 
-#: Of activations and caches, and of weights; grouped ones (:mod:`engine.grouped_weight`) go by that of 4-bit codes.
+#: Of activations and caches; of weights, where two that no other weight has stand for grouped ones
+#: (:mod:`engine.grouped_weight`).
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-GROUPED: Final = torch.uint8
-WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2, GROUPED: 3}
+GROUPED: Final = (torch.uint8, torch.uint16)
+WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2, GROUPED[0]: 3, GROUPED[1]: 4}
 
 _SMALLEST_GIVEN_BACK: Final = 2**22
 

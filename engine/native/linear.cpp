@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-enum DType { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kGrouped = 3 };
+enum DType { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kGrouped = 3, kDecoded = 4 };
 
 template <class Format>
 void pack(const typename Format::Weight* source, const float* scales, long n, long k, long stride,
@@ -42,7 +42,8 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
            T* y, long ldy, long panel_step, long prefetch, int threads) {
   using Activation = typename Format::Activation;
   constexpr bool same = std::is_same_v<T, Activation>;
-  bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep;
+  bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep ||
+                order_of<Format>(weight);
   long lda = copied ? row_stride(prepared_size<Format>(k)) : ldx;
   const int groups = int((n + kPanel - 1) / kPanel);
   const long own_floats = ProductScratch::own_floats(rows, 1);
@@ -134,7 +135,7 @@ TANDEM_API void tandem_pack(int dtype, const void* weight, const float* scales, 
 }
 
 // y [rows, n] = x [rows, k] W^T + bias; x and y of one dtype, float32 or bfloat16, which is W's unless that is int8 or
-// grouped (then `packed` is a list of panels); bias
+// grouped or decoded (then `packed` is a list of panels); bias
 // float32 [n] or null; W's panels are panel_step apart. Returns 0, or -1 without memory.
 TANDEM_API int tandem_linear(int dtype, int weight_dtype, const void* x, int rows, int64_t ldx, int64_t k,
                              const void* packed, int64_t n, const float* bias, void* y, int64_t ldy, int64_t panel_step,
@@ -148,10 +149,12 @@ TANDEM_API int tandem_linear(int dtype, int weight_dtype, const void* x, int row
     const auto* in = static_cast<const float*>(x);
     auto* out = static_cast<float*>(y);
     if (weight_dtype == kGrouped) return run(Grouped{}, in, out);
+    if (weight_dtype == kDecoded) return run(Decoded<Float32>{}, in, out);
     return weight_dtype == kInt8 ? run(Int8{}, in, out) : run(Float32{}, in, out);
   }
   const auto* in = static_cast<const bf16*>(x);
   auto* out = static_cast<bf16*>(y);
   if (weight_dtype == kGrouped) return run(Grouped{}, in, out);
+  if (weight_dtype == kDecoded) return run(Decoded<BFloat16>{}, in, out);
   return weight_dtype == kInt8 ? run(Int8{}, in, out) : run(BFloat16{}, in, out);
 }

@@ -207,7 +207,7 @@ def pack_group(
     in_features, dtype = matrices[0].in_features, matrices[0].dtype
     sizes = [_panel_bytes(library, matrix) for matrix in matrices]
     start = memory.take(group_bytes(library, matrices))
-    list_bytes = _list_bytes(sum(panels)) if dtype == GROUPED else 0
+    list_bytes = _list_bytes(sum(panels)) if dtype in GROUPED else 0
     step = len(matrices) if interleave else 1
     packed, first = [], 0
     at = start + list_bytes
@@ -246,7 +246,7 @@ def group_bytes(library: NativeLibrary, matrices: Sequence[AnyMatrix]) -> int:
     """Bytes :func:`pack_group` takes."""
     panels = [-(-matrix.out_features // library.panel) for matrix in matrices]
     total = sum(count * _panel_bytes(library, matrix) for count, matrix in zip(panels, matrices, strict=True))
-    return page_aligned(total + (_list_bytes(sum(panels)) if matrices[0].dtype == GROUPED else 0))
+    return page_aligned(total + (_list_bytes(sum(panels)) if matrices[0].dtype in GROUPED else 0))
 
 
 def _panel_bytes(library: NativeLibrary, matrix: AnyMatrix) -> int:

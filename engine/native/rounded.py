@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -58,7 +59,7 @@ class Int8Linear(PackedLinear):
 class GroupedLinear(PackedLinear):
     """A linear layer on a :class:`~engine.grouped_weight.GroupedWeight`, before it is packed.
 
-    Run by itself it multiplies activations rounded as the kernels round them by the decoded weight, slowly.
+    Run by itself it multiplies activations, rounded if the kernels round them, by the decoded weight, slowly.
     """
 
     def __init__(self, grouped: GroupedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
@@ -68,6 +69,9 @@ class GroupedLinear(PackedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         assert self.grouped is not None
+        if not self.grouped.rounds:
+            parts = [F.linear(x, part.decode().to(x.dtype)) for part in self.grouped.parts()]
+            return torch.cat(parts, -1) if self.bias is None else torch.cat(parts, -1) + self.bias
         order = self.grouped.order
         rounded = round_activations(x if order is None else x[..., order])
         fed = rounded if order is None else rounded[..., order.argsort()]
@@ -113,11 +117,19 @@ def round_weight(weight: torch.Tensor, bits: int, *, is_output: bool) -> Grouped
     return round_to_8_bits(weight) if is_output else round_to_4_bits(weight)
 
 
-def group_linears(model: nn.Module) -> int:
-    """Round the model's plain linear layers to 8 bits in groups: what lies beside layers that are grouped already."""
-    return replace_linears(
-        model, lambda layer: GroupedLinear(round_to_8_bits(plain_weight(layer)), layer.weight.dtype, layer.bias)
-    )
+def group_linears(model: nn.Module, *, rounds: bool) -> None:
+    """Make the plain linear layers of a model like those that are grouped already: rounded to 8 bits in groups or,
+    unless activations are rounded, kept as they are.
+
+    Without ``rounds``, or where a layer's codes are real numbers, no layer of the model rounds activations.
+    """
+    grouped = [module for module in model.modules() if isinstance(module, GroupedLinear) and module.grouped is not None]
+    rounds &= all(module.grouped is not None and module.grouped.rounds for module in grouped)
+    make = round_to_8_bits if rounds else GroupedWeight.plain
+    for module in grouped:
+        assert module.grouped is not None
+        module.grouped = replace(module.grouped, rounds=rounds)
+    replace_linears(model, lambda layer: GroupedLinear(make(plain_weight(layer)), layer.weight.dtype, layer.bias))
 
 
 def rounded_bytes(model: nn.Module) -> int:

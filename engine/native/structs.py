@@ -74,6 +74,7 @@ class CGroupedSource(ctypes.Structure):
     _fields_ = (
         ("codes", _Pointer),
         ("table", _Pointer),
+        ("values", _Pointer),
         ("scales", _Pointer),
         ("offsets", _Pointer),
         ("order", _Pointer),
@@ -81,14 +82,17 @@ class CGroupedSource(ctypes.Structure):
         ("k", _Int64),
         ("group", _Int64),
         ("bits", _Int32),
+        ("kind", _Int32),
     )
 
     @classmethod
     def of(cls, weight: GroupedWeight) -> CGroupedSource:
         """Pointers into a weight's tensors, which must outlive it."""
+        at = None if weight.table is None else weight.table.data_ptr()
         return cls(
             weight.codes.data_ptr(),
-            None if weight.table is None else weight.table.data_ptr(),
+            at if weight.code_kind == 0 else None,
+            at if weight.code_kind != 0 else None,
             weight.scales.data_ptr(),
             None if weight.offsets is None else weight.offsets.data_ptr(),
             None if weight.order is None else weight.order.data_ptr(),
@@ -96,6 +100,7 @@ class CGroupedSource(ctypes.Structure):
             weight.in_features,
             weight.group,
             weight.bits,
+            weight.code_kind,
         )
 
 

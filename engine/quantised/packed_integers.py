@@ -12,12 +12,18 @@ Layouts, for N outputs and K inputs, with code i of a word in its bits from ``bi
   alike; ``scales`` [groups, N].
 * GPTQ: ``qweight`` [K · bits / 32, N]; ``qzeros`` [groups, N · bits / 32], one lower unless its format is ``gptq_v2``;
   ``scales`` [groups, N]; ``g_idx`` [K], the group of each input, which is any with act-order.
+* FP8: ``weight`` e4m3; ``weight_scale_inv`` or ``weight_scale``, a factor for each block, output or all.
+* bitsandbytes, 8 bits: ``weight`` int8, ``SCB`` [N], 127 steps. 4 bits: ``weight`` uint8 [N · K / 2, 1], the first
+  of two in the high half; ``weight.quant_map`` [16], the numbers; ``weight.absmax``, a factor for each block of
+  neighbours, or codes for ``weight.nested_quant_map`` times ``weight.nested_absmax`` plus an offset;
+  ``weight.quant_state.…``, JSON.
 
-Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing.
+Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing, transformers 5.23, bitsandbytes 0.49.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Final
 
@@ -43,6 +49,10 @@ def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
     """
     if stored.method == "awq":
         return _awq(stored, tensors)
+    if stored.method == "bitsandbytes":
+        return _llm_int8(tensors) if stored.bits == 8 else _bitsandbytes_4(tensors)
+    if stored.is_float and stored.marker == "weight":
+        return _float8(stored, tensors)
     return _gptq(stored, tensors) if stored.method == "gptq" else _compressed(stored, tensors)
 
 
@@ -62,6 +72,40 @@ def _e2m1(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
     assert stored.group is not None
     codes = unpack_nibbles(tensors["weight_packed"])
     return GroupedWeight.of_codes(codes, scales / 2, stored.group, table=torch.tensor(_E2M1))
+
+
+def _float8(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    codes = tensors["weight"]
+    if codes.dtype != torch.float8_e4m3fn or bool(codes.float().isnan().any()):
+        raise ValueError(f"{codes.dtype} weights, or no numbers among them; e4m3 is read")
+    scales = (tensors["weight_scale"] if "weight_scale" in tensors else tensors["weight_scale_inv"]).float()
+    if stored.group is None:
+        scales = scales.reshape(-1, 1).expand(len(codes), 1)
+    else:
+        scales = scales.repeat_interleave(stored.rows, 0)[: len(codes)]
+    return GroupedWeight.of_codes(codes, scales, stored.group or codes.shape[1])
+
+
+def _llm_int8(tensors: Tensors) -> GroupedWeight:
+    codes = tensors["weight"]
+    return GroupedWeight.of_codes(codes, tensors["SCB"].float()[:, None] / 127, codes.shape[1])
+
+
+def _bitsandbytes_4(tensors: Tensors) -> GroupedWeight:
+    name = next((name for name in tensors if name.startswith("weight.quant_state.")), "weight.quant_state")
+    state = json.loads(bytes(tensors[name].tolist()))
+    num_outputs, num_inputs = state["shape"]
+    group = state["blocksize"]
+    if num_inputs % group:
+        raise ValueError(f"{num_inputs} inputs in blocks of {group}")
+    scales = tensors["weight.absmax"]
+    if "weight.nested_absmax" in tensors:
+        nested = tensors["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: scales.numel()]
+        scales = tensors["weight.nested_quant_map"][scales.int()] * nested + state["nested_offset"]
+    packed = tensors["weight"].reshape(num_outputs, num_inputs // 2)
+    codes = torch.stack([packed >> 4, packed & 15], 2).flatten(1)
+    table = tensors["weight.quant_map"].float()
+    return GroupedWeight.of_codes(codes, scales.float().view(num_outputs, -1), group, table=table)
 
 
 def _compressed(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:

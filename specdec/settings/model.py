@@ -28,6 +28,9 @@ class ModelSettings:
     quantization: str | None = option(
         None, "8- or 4-bit weights, on a CPU; auto: int8 where possible", choices=QUANTIZATIONS
     )
+    quantized_activations: str = option(
+        "int8", "with quantised weights on a CPU: rounded to 8 bits, or left as they are", choices=("int8", "float")
+    )
     device: str = option("auto", "auto, cpu or cuda:N")
     max_model_len: int | None = option(None, "longest sequence in tokens; by default the checkpoint's", gt=0)
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV", gt=0, le=1)

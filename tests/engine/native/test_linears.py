@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,31 @@ def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype,
         exact = F.linear(fed, _weight(plain).double(), plain.bias.double())  # type: ignore[operator]
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-4 if weights == "int8" else 2e-6
         torch.testing.assert_close(packed(x).double(), exact, atol=4 * rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["whole", "offsets", "ordered", "8 bits", "real", "e4m3", "plain"])
+@pytest.mark.parametrize("shape", [(7, 3), (48, 97), (1031, 129), (2304, 40)])
+def test_decoded_weights_are_multiplied_as_plain_ones(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(shape[0])
+    bits, group = (8, 32) if kind in {"8 bits", "e4m3"} else (4, 128 if kind == "ordered" else 64)
+    grouped = _random_grouped(shape, bits, group, kind == "offsets", generator=generator)
+    if kind == "real":
+        grouped = replace(grouped, table=torch.randn(16, generator=generator))
+    elif kind == "e4m3":  # but the two that are no numbers
+        codes = torch.randint(0, 254, shape[::-1], generator=generator)
+        grouped = replace(grouped, codes=(codes + (codes > 126)).to(torch.uint8).view(torch.float8_e4m3fn))
+    elif kind == "plain":
+        grouped = GroupedWeight.plain(torch.randn(shape[::-1], generator=generator).to(dtype))
+    plain = nn.Linear(*shape, dtype=dtype).requires_grad_(False)
+    order = torch.arange(shape[0]) if grouped.order is None else grouped.order.long()
+    plain.weight.copy_(grouped.decode()[:, order])
+    models = [nn.Sequential(GroupedLinear(replace(grouped, rounds=False), dtype, plain.bias)), nn.Sequential(plain)]
+    for model in models:
+        assert pack_linears(model, 2) == 1
+    for rows in (1, 2, 5, 8, 40, 100):
+        x = torch.randn(rows, shape[0]).to(dtype)
+        assert torch.equal(models[0](x), models[1](x[:, order]))
 
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)

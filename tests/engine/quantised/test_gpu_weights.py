@@ -69,7 +69,7 @@ def placed(settings: ModelSettings, dtype: torch.dtype) -> Any:
     assert stored is not None
     with ExitStack() as stack:
         source = PackedSource(files, stored, stack)
-        model, names = assemble(source, config, dtype, settings.model, rounds_rest=False)
+        model, names = assemble(source, config, dtype, settings.model, on_cpu=False)
     assert not checkpoint.unused_tensors(names, model)
     gpu_weights.place(model, dtype, DEVICE, "some")
     return model.to(DEVICE)  # type: ignore[arg-type]
