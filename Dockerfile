@@ -32,8 +32,8 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation . && pip check
 
 # Owners of volumes that are made on first use are those of these folders.
 RUN useradd --uid 10001 --create-home tandem \
-    && mkdir -p /models /cache /certs/ca /certs/gateway /certs/target /certs/draft \
-    && chown -R tandem /models /cache /certs
+    && mkdir -p /models /cache /run/tandem /certs/ca /certs/gateway /certs/target /certs/draft \
+    && chown -R tandem /models /cache /run/tandem /certs
 USER 10001
 ENV XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 STOPSIGNAL SIGTERM

@@ -36,7 +36,7 @@ _CHECKED_LAYERS: Final = 2
 #: Share of the GPU's memory for the services; Hugging Face has its copies of the models in the rest.
 _SERVICES_SHARE: Final = "0.6"
 _KERNEL_TESTS: Final = ("tests/engine/cuda/test_compilation.py",)
-_TESTS: Final = ("tests/engine/cuda", "tests/engine/sampling", "tests/target_service/verification")
+_ROOMS: Final = ("engine/cuda", "engine/quantised", "engine/sampling", "target_service/verification")
 #: How texts are drafted that must equal plain decoding.
 _DRAFTERS: Final[Mapping[str, Any]] = {
     "chains": {"method": "draft_model"},
@@ -63,7 +63,7 @@ def parser() -> Parser:
     flags.add_argument("--repeats", type=int, default=30, help="of every timing; medians count")
     flags.add_argument("--max-tokens", type=int, default=128, help="generated after each prompt")
     flags.add_argument("--chaos-seconds", type=int, default=90, help="of each of the two kinds of services")
-    flags.add_argument("--tests", nargs="+", default=_TESTS, help="files or folders of tests")
+    flags.add_argument("--tests", nargs="+", default=[f"tests/{room}" for room in _ROOMS], help="files or folders")
     flags.add_argument("--only", metavar="STEP", help="run this step here, in this process")
     return flags
 
@@ -123,9 +123,8 @@ def compare(args: argparse.Namespace) -> Found:
 
     shape = replace(SHAPES[args.sizes[0]], num_layers=_CHECKED_LAYERS, num_draft_layers=_CHECKED_LAYERS)
     device = torch.device(args.device)
-    target, _ = write_pair(
-        shape, args.folder / "checked", dtype=torch.float32, device=device, max_model_len=_MAX_MODEL_LEN
-    )
+    options: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
+    target, _ = write_pair(shape, args.folder / "checked", **options)
     bundled = find_checkpoint(TARGET)
     checks = [check for folder in (bundled, target) for check in check_device(folder, args.device)]
 
@@ -156,9 +155,8 @@ def time_passes(size: str, args: argparse.Namespace) -> Found:
 
     shape, (target, draft) = SHAPES[size], _pair(size, args)
     device = torch.device(args.device)
-    data: dict[str, Any] = {
-        "bandwidth": passes.measure_bandwidth(device, 2**31 if device.type == "cuda" else 2**25, args.repeats)
-    }
+    num_bytes = 2**31 if device.type == "cuda" else 2**25
+    data: dict[str, Any] = {"bandwidth": passes.measure_bandwidth(device, num_bytes, args.repeats)}
     loads = [(count, min(args.contexts)) for count in args.sessions] + [(1, max(args.contexts))]
     modes = {"greedy": (Rule.BLOCK, 0.0), **{str(rule): (rule, 1.0) for rule in Rule}}
     for is_eager in (False, True):
@@ -168,16 +166,18 @@ def time_passes(size: str, args: argparse.Namespace) -> Found:
             asdict(step) | {"k": k, "share": step.bandwidth / data["bandwidth"], "verify_ratio": step.verify_ratio}
             for k in (K, 31)
             for step in passes.time_steps(
-                engine, shape, k=k, loads=loads[:1] if is_eager else loads, repeats=args.repeats
+                engine, shape, k=k, loads=loads[: 1 if is_eager else None], repeats=args.repeats
             )
         ]
         data["eager" if is_eager else "steps"] = timed
-        data[f"calls{'_eager' * is_eager}"] = passes.count_calls(engine, K)
+        verifier = passes.warm_verifier(engine)
+        data[f"calls{'_eager' * is_eager}"] = passes.count_calls(engine, verifier, K)
         if not is_eager:
-            data["path"], data["prefill_s"] = engine.runner.name, passes.time_prefill(engine, args.repeats)
+            data["path"], data["prefill_s"] = engine.runner.description, passes.time_prefill(engine, args.repeats)
+            data["verdicts"] = str(verifier.on_gpu or "tensors")
             rows = min(passes.PREFILL_ROWS, engine.info.max_model_len)
             data["prefill_flops_per_s"] = passes.prefill_flops(shape, rows) / data["prefill_s"]
-            timing = partial(passes.time_verdict, engine, k=K, repeats=args.repeats)
+            timing = partial(passes.time_verdict, engine, verifier, k=K, repeats=args.repeats)
             data["verdict_s"] = {name: timing(rule, temperature=t) for name, (rule, t) in modes.items()}
         engine.close()
     engine = load_engine(ModelSettings(model=draft, device=args.device))
@@ -187,16 +187,14 @@ def time_passes(size: str, args: argparse.Namespace) -> Found:
     engine.close()
     first = data["steps"][0]
     verdict = (
-        f"{data['path']}: decode {1e3 * first['decode_s']:.2f} ms, {first['share']:.2f} of the bandwidth (bar 0.8);"
-        f" verify({K + 1}) / decode {first['verify_ratio']:.2f} (bar 1.1)"
+        f"{data['path']}, verdicts by {data['verdicts']}: decode {1e3 * first['decode_s']:.2f} ms, {first['share']:.2f}"
+        f" of the bandwidth (bar 0.8); verify({K + 1}) / decode {first['verify_ratio']:.2f} (bar 1.1)"
     )
     return verdict, PASSED if first["share"] >= 0.8 and first["verify_ratio"] <= 1.1 else BELOW, data
 
 
 def time_services(size: str, count: int, args: argparse.Namespace) -> Found:
-    """``tandem bench``: services over gRPC, and Hugging Face at one session, since it assists one only. The random
-    pair commits some 3.4 tokens a round.
-    """
+    """``tandem bench``: services over gRPC, Hugging Face at one session; the pair commits some 3.4 tokens a round."""
     target, draft = _pair(size, args)
     file = args.folder / "bench.json"
     _run(

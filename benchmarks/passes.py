@@ -1,7 +1,6 @@
 """Times of an engine's passes, and the share of the memory's bandwidth they reach.
 
-A pass over few rows reads every weight and the cached entries once; whatever else it does should take no time. So the
-bytes it reads over its time, against the bandwidth measured on the same device, say how near it is to the limit.
+A pass over few rows reads every weight and the cached entries once; whatever else it does should take no time.
 """
 
 from __future__ import annotations
@@ -124,18 +123,23 @@ def time_drafting(engine: Engine, rule: Rule, *, temperature: float, k: int, rep
         return _median(run, engine.device, repeats) / k
 
 
-def time_verdict(engine: Engine, rule: Rule, *, temperature: float, k: int, repeats: int) -> float:
+def warm_verifier(engine: Engine) -> Verifier:
+    """What decides the engine's rounds, as a target has it."""
+    verifier = Verifier()
+    verifier.warm_up(engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
+    return verifier
+
+
+def time_verdict(engine: Engine, verifier: Verifier, rule: Rule, *, temperature: float, k: int, repeats: int) -> float:
     """Median seconds from the logits of a round of k drafts to its tokens on the host."""
     state = _state(engine, temperature)
     logits = torch.randn(k + 1, engine.info.vocab_size, device=engine.device)
     rounds = [Round(state, rule, 0, list(range(1, k + 1)))]
-    return _median(lambda: Verifier().verify(logits, rounds), engine.device, repeats)
+    return _median(lambda: verifier.verify(logits, rounds), engine.device, repeats)
 
 
-def count_calls(engine: Engine, k: int) -> dict[str, int]:
-    """Calls of CUDA's runtime and driver, by name, in a round of k drafts: a pass and its verdict. Without a GPU the
-    operations of torch in all.
-    """
+def count_calls(engine: Engine, verifier: Verifier, k: int) -> dict[str, int]:
+    """Calls of CUDA, by name, in a round of k drafts and its verdict; without a GPU torch's operations in all."""
     state = _state(engine, 1.0)
     rounds = [Round(state, Rule.BLOCK, 0, list(range(1, k + 1)))]
     on_gpu = engine.device.type == "cuda"
@@ -144,7 +148,7 @@ def count_calls(engine: Engine, k: int) -> dict[str, int]:
         length = sequence.length
         for _ in range(_WARM_UPS):
             with profile(activities=kinds) as profiled:
-                Verifier().verify(engine.forward([Segment(sequence, list(range(k + 1)), k + 1)]), rounds)
+                verifier.verify(engine.forward([Segment(sequence, list(range(k + 1)), k + 1)]), rounds)
             engine.pool.rollback(sequence, length)
     names = [event.name for event in profiled.events()]
     calls = Counter(name for name in names if name.startswith(("cuda", "cuLaunch")))

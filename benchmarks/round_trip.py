@@ -2,7 +2,7 @@
 
 One session drafts k tokens in every round. The round is followed through gateway, draft and target, station by station
 (:mod:`benchmarks.stations`): where the target asks the draft itself, and where the gateway does over frames and over
-gRPC. Beside it: the same round in one process, and bare echos.
+gRPC. Beside it: the same round in one process.
 """
 
 from __future__ import annotations
@@ -163,31 +163,17 @@ def table_of(results: Sequence[Rounds]) -> Table:
 
 def main() -> int:
     """Measure and print."""
-    from benchmarks import echo  # noqa: PLC0415 (gRPC reads the environment that the command has set)
-    from specdec.process.cores import usable_cores  # noqa: PLC0415
-
     parser = Parser("python -m benchmarks.round_trip", description=__doc__)
     parser.add_argument("--model", choices=TARGETS, default="bundled", help="the target (default: bundled)")
     parser.add_argument("--k", type=int, default=4, help="drafted tokens a round (default: 4)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each route (default: 8)")
-    parser.add_argument("--echos", type=int, default=2000, help="echos over each transport (default: 2000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     console = Console()
     results = asyncio.run(_follow_all(args))
     console.print(table_of(results))
-    echos = {}
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        for num_busy in (0, usable_cores()):
-            with echo.busy_cores(num_busy):
-                (place := Path(folder) / str(num_busy)).mkdir()
-                echos[f"{num_busy} busy cores"] = echo.measure(place, args.echos)
-    table = Table("µs of an echo", *echos)
-    for name in echo.TRANSPORTS:
-        table.add_row(name, *(f"{medians[name]:.0f}" for medians in echos.values()))
-    console.print(table)
     if args.json is not None:
-        args.json.write_text(json.dumps({"rounds": [asdict(each) for each in results], "echos": echos}))
+        args.json.write_text(json.dumps({"rounds": [asdict(each) for each in results]}))
     return 0
 
 

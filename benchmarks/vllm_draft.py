@@ -36,6 +36,7 @@ PROMPTS: Final = (
     "@dataclass\nclass Point:\n",
     "with open(path) as file:\n    for line in file:\n",
 )
+MODES: Final = ("plain", "tandem draft service", "killed draft service", "vllm draft_model", "vllm ngram")
 #: One after the other, then all at once.
 BATCHES: Final = [*([index] for index in range(len(PROMPTS))), [*range(len(PROMPTS))]]
 
@@ -107,15 +108,17 @@ def main() -> int:
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=usable_cores(), help="OpenMP threads of vLLM")
+    parser.add_argument("--draft", default=DRAFT, help="folder of the draft service's model")
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=MODES, help="some of them, plain first")
     args = parser.parse_args()
     plain: list[dict[str, Any]] = []
     is_same = True
-    for mode in ("plain", "tandem draft service", "the same, killed", "vllm draft_model", "vllm ngram"):
-        with service("draft_service", "--model", DRAFT, "--num-threads", "1", "--port", "0") as draft:
+    for mode in args.modes:
+        with service("draft_service", "--model", args.draft, "--num-threads", "1", "--port", "0") as draft:
             countdown = iter([*[False] * (len(BATCHES) // 2), True])
 
             def kill(mode: str = mode, draft: StartedService = draft, countdown: Iterator[bool] = countdown) -> None:
-                if mode.endswith("killed") and next(countdown, False):
+                if mode.startswith("killed") and next(countdown, False):
                     os.kill(draft.pid, signal.SIGKILL)
 
             engine = speculation(mode, args.num_speculative_tokens, draft.address)

@@ -6,6 +6,7 @@ Only what a chain depends on enters it: a chain is the same whatever is drafted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from engine.engine import Engine, Segment
 from engine.sampling.drafting import Drafted, DraftedChain, collect, draft
 from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
+from specdec.rules import Rule
 
 __all__ = ["ChainJob", "Drawing", "Feed", "StopFlags", "draft_chains", "draw_chains"]
 
@@ -113,7 +115,7 @@ def _steps(
     active = list(range(len(drafting)))
     steps: list[Drafted] = []
     while True:
-        drafted = draft(logits, rows, [jobs[drafting[i]].rule for i in active])
+        drafted = _drawn(logits, rows, [jobs[drafting[i]].rule for i in active])
         steps.append(_spread(drafted, active, len(drafting)))
         continuing = []
         for at, i in enumerate(active):
@@ -129,6 +131,15 @@ def _steps(
             tokens = tokens.index_select(0, send(continuing, tokens.device))
         active = [active[at] for at in continuing]
         logits = feed([drafting[i] for i in active], tokens)
+
+
+def _drawn(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
+    """A token of each row, by kernels of a GPU where they know how."""
+    if logits.device.type != "cuda" or find_spec("triton") is None:
+        return draft(logits, rows, rules)
+    from engine.cuda.drawing import draw  # noqa: PLC0415 - there is no Triton without a GPU
+
+    return draw(logits, rows, rules) or draft(logits, rows, rules)
 
 
 def _spread(drafted: Drafted, active: Sequence[int], num_rows: int) -> Drafted:

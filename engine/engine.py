@@ -77,6 +77,8 @@ class Engine:
             model, shapes, self.caches, device=device, mixers=mixers, num_slots=num_slots
         )
         self._num_layers = self._modules.num_layers
+        #: Its recurrent layers, with their states.
+        self.mixers = mixers
         self._runner: Runner | None = self.torch_runner("torch attention")
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -214,7 +216,7 @@ class Engine:
         if self.ranks is not None:
             self.ranks.close(messages.encode(Operation.STOP))
         self._modules = self._runner = None
-        self.caches = []
+        self.caches, self.mixers = [], ()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

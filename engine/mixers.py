@@ -85,8 +85,8 @@ def copy_states(caches: Sequence[RecurrentCache], copies: Sequence[tuple[int, in
                     part[target] = part[source]
 
 
-#: Functions of torch that compute an element by where in a tensor it stands.
-_UNEVEN: Final = frozenset({"sigmoid", "silu", "softplus"})
+#: Functions of torch that compute an element, or a row, by where in a tensor it stands.
+_UNEVEN: Final = frozenset({"sigmoid", "silu", "softplus", "linear", "act"})  # `act`: of transformers' GELU
 #: A layer whose weight its parent multiplies by itself.
 _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 

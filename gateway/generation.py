@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gateway.access.buffers import RequestBuffer, RequestBuffers
 from gateway.access.caller import current_caller
 from gateway.access.request_id import current_request_id
+from gateway.access.session_hint import current_attachment
 from gateway.access.usage import Clients
+from gateway.backends.attachments import Attachment, Attachments
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
@@ -28,7 +30,7 @@ from gateway.requests.call_trace import SampleTrace, trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.limits import body_limit, check_request
 from gateway.requests.preparation import Preparation
-from gateway.requests.prompt import encode_prediction, encode_prompt
+from gateway.requests.prompt import encode_prediction, encode_prompt, read_prediction
 from gateway.requests.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.samples import SampleAssembler
 from gateway.telemetry.load_collector import LoadCollector
@@ -40,7 +42,7 @@ from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.workers.pool import WorkerPool
 from gateway.workers.threads import FairThreads
-from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, quote
+from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable, quote
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
@@ -86,6 +88,7 @@ class Generation:
         self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
         self.clients = Clients(self.metrics.refuse)
+        self.attachments = Attachments(self.clients, router, body_limit(self.settings))
         self.buffers = RequestBuffers(self.settings.max_buffered_bytes)
         self.request_log = RequestLog(self.metrics, enabled=self.settings.log_requests)
         self.num_requests = 0
@@ -175,6 +178,7 @@ class Generation:
     def drain(self) -> None:
         """Refuse new requests and those that wait; those in progress continue."""
         self.draining = True
+        self.attachments.end(Unavailable(GOING_DOWN))
         self._admission.refuse(Unavailable(GOING_DOWN))
 
     @asynccontextmanager
@@ -242,15 +246,21 @@ class Generation:
         timeouts_s = (request.timeout_s, self.settings.request_timeout_s)
         timeout_s = min((each for each in timeouts_s if each is not None), default=None)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        request = replace(request, attachment=request.attachment or current_attachment())
         check_request(request, self.settings, self.router.model())
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
+        caller = current_caller()
+        attachment, attached = self.attachments.find(caller, request.attachment) or (None, None)
         prediction = await self._encode_prediction(request.prediction)
-        samples = self._preparation.prepare(request, prompt, prediction, self.router.model(), deadline=deadline)
+        if attachment is not None and not prediction:
+            prediction = await self._attached_prediction(attachment)
+        samples = self._preparation.prepare(
+            request, prompt, prediction, self.router.model(), deadline=deadline, attached=attached
+        )
         if (drafters := samples[0].drafters) is not None:
             await self.context.make_lookups(drafters.lookups, deadline)
-        caller = current_caller()
         if len(self.router.targets) > 1:
             prefixes = await hash_prefixes(f"{caller.key}\n{request.cache_salt}", samples[0].prompt)
             samples = [replace(sample, prefixes=prefixes) for sample in samples]
@@ -298,6 +308,22 @@ class Generation:
             return given
         encode = partial(encode_prediction, self.text, given, self.router.model())
         return encode() if len(given) <= SHORT_TEXT else await asyncio.to_thread(encode)
+
+    async def _attached_prediction(self, attachment: Attachment) -> Sequence[int]:
+        """What an attachment predicts; it is tokenized once, and what the context cannot hold is left out."""
+        text = attachment.prediction
+        if not isinstance(text, str) or self.tokenizer is None:
+            return () if isinstance(text, str) else text
+        raw = text[: self.settings.max_characters_per_token * self.router.model().max_model_len].encode()
+        try:
+            with self.buffers.request(current_caller().client) as buffer:
+                buffer.add(len(raw))
+                prediction = await self.read(read_prediction, raw, buffer, has_chat=False)
+        except Overloaded:  # it may cost no request
+            return ()
+        if attachment.prediction is text:
+            attachment.prediction = prediction
+        return prediction
 
     async def read(
         self,

@@ -5,7 +5,7 @@ The cores of the services implement them in one process; the gateway's gRPC clie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from specdec.direct_draft import DirectDraftSession
@@ -19,6 +19,7 @@ from specdec.types import (
     TargetOpened,
     Verdict,
 )
+from specdec.v1 import draft_service_pb2 as pb
 
 
 class TargetSession(Protocol):
@@ -67,13 +68,40 @@ class TargetSession(Protocol):
         ...
 
 
+class RelayedDraft(Protocol):
+    """A session of a draft that the target asks through the gateway."""
+
+    def post(self, request: pb.DraftRequest) -> None:
+        """Pass on what the target asks."""
+        ...
+
+    def note(self, verdict: Verdict) -> None:
+        """The target verified some of its tokens, or none."""
+        ...
+
+    def close(self) -> None:
+        """The session is over. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class DraftRelay(Protocol):
+    """A draft that only the gateway reaches."""
+
+    def open_relayed(self, answer: Callable[[pb.RelayedResponse], None]) -> RelayedDraft:
+        """Begin a session; ``answer`` gets what the draft says, the end of the session included."""
+        ...
+
+
 @runtime_checkable
 class DraftOpener(Protocol):
     """A target session that can ask a draft for proposals itself."""
 
-    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession:
-        """Open a session on the draft at ``address``, with the tokens that are committed on the target by then in place
-        of those of ``spec``. The target's verdicts must be received meanwhile.
+    async def open_draft(
+        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
+    ) -> DirectDraftSession:
+        """Open a session on the draft at ``address``, or behind ``relay``, with the tokens that are committed on the
+        target by then in place of those of ``spec``. The target's verdicts must be received meanwhile.
 
         ``timeout_s``: how long a proposal may take.
 

@@ -325,6 +325,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
         verification=encode_rule(opened.rule),
         asks_drafts=opened.asks_drafts,
         asks_remote_drafts=opened.asks_remote_drafts,
+        asks_relayed_drafts=opened.asks_relayed_drafts,
     )
 
 
@@ -341,6 +342,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         prefill_ns=message.prefill_ns,
         asks_drafts=message.asks_drafts,
         asks_remote_drafts=message.asks_remote_drafts,
+        asks_relayed_drafts=message.asks_relayed_drafts,
     )
 
 

@@ -18,7 +18,7 @@ _ABSENT: Final = object()
 #: What stands for a value in help texts.
 METAVARS: Final[Mapping[type, str]] = {int: "N", float: "X", str: "TEXT"}
 #: Optional flags that a usage line lists; more of them become one word.
-_LISTED_FLAGS: Final = 8
+_LISTED_FLAGS: Final = 6
 
 
 class Parser(argparse.ArgumentParser):

@@ -269,6 +269,8 @@ class TargetOpened:
     asks_drafts: bool = False
     #: Of other machines, too, over TCP without certificates.
     asks_remote_drafts: bool = False
+    #: Through the gateway, see :class:`specdec.backends.DraftRelay`.
+    asks_relayed_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
       --speculative-algorithm TANDEM --speculative-num-draft-tokens 5
 
 SGLang finds :func:`register` by the entry point of this package. It verifies and samples; a draft that is late or lost
-costs speed, never text. With ``--speculative-eagle-topk`` above 1 it verifies the trees that the service drafts.
+costs speed. With ``--speculative-eagle-topk`` above 1 it verifies the trees that the service drafts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
       --speculative-config '{"method": "custom_class", "model": "tandem_integrations.vllm.RemoteProposer",
                              "num_speculative_tokens": 4}'
 
-vLLM verifies and samples; a draft that is late or lost costs speed, never text. Drafters that read hidden states of the
+vLLM verifies and samples; a draft that is late or lost costs speed. Drafters that read hidden states of the
 target (EAGLE and other heads) cannot be used: the hook does not hand them over.
 """
 

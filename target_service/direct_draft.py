@@ -44,7 +44,8 @@ class DirectDraft:
     **Rounds**: the draft is asked after each verdict, and waited for. **A stream**: the session decodes by itself, and
     each step verifies what is there when it begins. The draft hears of every verdict and drafts on as if its own tokens
     were committed, until it hears otherwise. A trip that takes too much of a step (:class:`TripTimes`) makes rounds a
-    stream, for drafts that offer it: those of sessions whose text does not depend on proposals.
+    stream, for drafts that offer it: those of sessions whose text does not depend on proposals. So does a proposal that
+    is held up.
 
     The gateway chooses the length of the proposals, and gets the verdicts. A choice that comes while a proposal is
     drafted holds from the next one on: what is verified never depends on the tokens that were drawn. With the length 0,
@@ -154,11 +155,22 @@ class DirectDraft:
         if self._begin_stream():
             return
         self._num_asked, self._asked_ns = self._num_draft_tokens, time.perf_counter_ns()
-        self._late = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
+        assert self._stream is not None, "a length is set once the draft is open"
+        patience_s = self._times.patience_s if self._stream.opened.streams and session.may_stream else None
+        late_s, act = self._timeout_s, self._time_out
+        if patience_s is not None and patience_s < late_s:
+            late_s, act = patience_s, self._stop_waiting
+        self._late = asyncio.get_running_loop().call_later(late_s, act)
         self._tell(self._num_asked)
 
     def _time_out(self) -> None:
         self._lose(Unavailable(f"no proposal came within {self._timeout_s:g} s"))
+
+    def _stop_waiting(self) -> None:
+        """The proposal is held up, as by a lost packet: the session decodes on; it is the stream's when it comes."""
+        self._num_asked = 0
+        self._times.hold_up()
+        self._on_idle()
 
     def _take(self, proposal: Proposal) -> None:
         """A proposal came."""
@@ -176,6 +188,7 @@ class DirectDraft:
             self._on_idle()
             return
         wait_ns = time.perf_counter_ns() - self._asked_ns
+        self._times.add_wait(wait_ns)
         self._times.add_trip(wait_ns - proposal.draft_ns - proposal.queue_ns)
         depth = proposal.depth if proposal.parents else 0
         session.drafted = DraftedRound(len(proposal.token_ids), num_asked, proposal.draft_ns, wait_ns, depth)

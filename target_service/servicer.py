@@ -27,6 +27,7 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from target_service.direct_draft import DirectDraft
+from target_service.relayed_stream import RelayedStream
 from target_service.trip_times import TripTimes
 
 if TYPE_CHECKING:  # they load torch
@@ -81,7 +82,9 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         if (span := current_span()) is not None:
             _trace(span, session)
         asks_drafts = context.peer().startswith("unix:")
-        opened = replace(session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts)
+        opened = replace(
+            session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts, asks_relayed_drafts=True
+        )
         writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
         verdicts = [session.first]
         requests = _Requests(core, session, writer, self._trip_times if asks_drafts else None)
@@ -154,13 +157,15 @@ class _Requests:
         writer: StreamWriter[pb.VerifyResponse],
         trip_times: dict[str, TripTimes] | None,
     ) -> None:
-        """``trip_times``: those of drafts by their addresses; None: the session may ask no draft."""
+        """``trip_times``: those of drafts by their addresses; None: the session may connect to no draft."""
         self._core = core
         self._session = session
         self._writer = writer
         self._trip_times = trip_times
         self._draft: DirectDraft | None = None
         self._draft_epoch = 0
+        #: What the gateway passes on to a draft without an address, and back.
+        self._relayed: RelayedStream | None = None
 
     async def read(self, context: Context) -> None:
         """Pass requests on to the session until the stream ends."""
@@ -169,7 +174,10 @@ class _Requests:
             if kind is None or kind == "open":
                 raise InvalidRequest("only the first message of a stream is open; then send round or multi_step_decode")
             message = getattr(request, kind)
-            if message.epoch != self._session.spec.epoch:
+            if kind == "relayed":
+                if self._relayed is not None:
+                    self._relayed.take(message)
+            elif message.epoch != self._session.spec.epoch:
                 self._core.count_stale()
             elif kind == "open_draft":
                 await self._open_draft(message)
@@ -201,6 +209,9 @@ class _Requests:
 
     async def _open_draft(self, message: pb.OpenDraft) -> None:
         address, path = message.address, framed_path(message.address)
+        if not address:
+            await self._open_relayed(message)
+            return
         if self._trip_times is None or (path is None and (address.startswith("unix") or ":" not in address)):
             raise InvalidRequest(
                 f"the draft {quote(address)} cannot be asked by this target: the target must be reached over a Unix"
@@ -211,8 +222,6 @@ class _Requests:
         self._draft_epoch = message.session.epoch
 
         async def connect(token_ids: tuple[int, ...]) -> DraftStream:
-            opening = message.session
-            opening.token_ids.extend(token_ids)
             stream: Stream
             metadata = tuple(message.trace_headers.items())
             if path is None:
@@ -222,13 +231,38 @@ class _Requests:
                     stream = await FramedStream.open(path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, metadata)
                 except OSError as error:
                     raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
-            return await DraftStream.open(stream, draft_pb.DraftRequest(open=opening))
+            return await DraftStream.open(stream, _opening(message, token_ids))
 
-        times = self._trip_times.pop(address, None) or TripTimes(is_far=path is None, is_local=path is not None)
+        times = self._trip_times.pop(address, None) or TripTimes(is_far=path is None, is_fixed=path is not None)
         self._trip_times[address] = times  # the newest is the last one
         if len(self._trip_times) > MAX_TRIP_TIMES:
             del self._trip_times[next(iter(self._trip_times))]
         self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3, times)
+
+    async def _open_relayed(self, message: pb.OpenDraft) -> None:
+        """The same for a draft behind the gateway. Nobody vouches for it: it changes no text and delays none."""
+        await self.close()
+        self._draft_epoch = message.session.epoch
+        self._relayed = stream = RelayedStream(
+            self._draft_epoch, lambda asked: self._writer.post(pb.VerifyResponse(relayed=asked))
+        )
+
+        async def connect(token_ids: tuple[int, ...]) -> DraftStream:
+            if not self._session.spec.is_draft_invariant:
+                raise InvalidRequest("a draft without an address may change no text: use temperature 0 or coupled")
+            draft = await DraftStream.open(stream, _opening(message, token_ids))
+            if not draft.opened.streams:
+                await draft.close()
+                raise InvalidRequest("the draft streams no chains, and nobody waits for it; attach a draft model")
+            return draft
+
+        times = TripTimes(is_far=True, is_fixed=True)
+        self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3, times)
+
+
+def _opening(message: pb.OpenDraft, token_ids: tuple[int, ...]) -> draft_pb.DraftRequest:
+    message.session.token_ids.extend(token_ids)
+    return draft_pb.DraftRequest(open=message.session)
 
 
 def _proposal_of(message: pb.Round) -> Proposal:

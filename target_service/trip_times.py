@@ -14,6 +14,9 @@ LEAST: Final = 3
 #: rounds had 2.05 of plain speed and a stream 1.89, at 0.71 1.49 and 1.77 (``python -m benchmarks.distance``).
 STREAMS_FROM: Final = 0.3
 WAITS_BELOW: Final = 0.2
+#: Trips that a draft stays far away after a proposal was held up: with 1 % of the packets lost, a round in fifty waits
+#: for TCP's timeout of 200 ms.
+HELD_UP: Final = 32
 
 
 class TripTimes:
@@ -23,26 +26,45 @@ class TripTimes:
     wait: where draft and target share cores, one that drafts all the time slows down the steps.
     """
 
-    def __init__(self, *, is_far: bool = False, is_local: bool = False) -> None:
-        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_local``:
-        the draft is on this machine, whose cores it shares, and never far away.
+    def __init__(self, *, is_far: bool = False, is_fixed: bool = False) -> None:
+        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_fixed``:
+        it stays true. A draft on this machine shares its cores and is never far away; one that is not trusted, never
+        near.
         """
-        self._is_local = is_local
+        self._is_fixed = is_fixed
         self._trips: deque[int] = deque(maxlen=MEMORY)
         self._steps: deque[int] = deque(maxlen=MEMORY)
+        self._waits: deque[int] = deque(maxlen=MEMORY)
+        self._num_held_up = 0
         #: Whether a proposal takes too long to wait for.
         self.is_far = is_far
 
     def add_trip(self, trip_ns: int) -> None:
         """A proposal came so long after it was asked for, the time of drafting it left out."""
         self._trips.append(max(0, trip_ns))
-        if self._steps and len(self._trips) >= LEAST and not self._is_local:
+        self._num_held_up = max(0, self._num_held_up - 1)
+        if self._num_held_up == 0 and self._steps and len(self._trips) >= LEAST and not self._is_fixed:
             share = WAITS_BELOW if self.is_far else STREAMS_FROM
             self.is_far = min(self._trips) > share * median(self._steps)
 
     def add_step(self, step_ns: int) -> None:
         """A step took so long."""
         self._steps.append(step_ns)
+
+    def add_wait(self, wait_ns: int) -> None:
+        """A proposal was waited for so long, its drafting included."""
+        self._waits.append(wait_ns)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait for a proposal that a stream can replace; None: until it comes."""
+        if self._is_fixed or not self._steps or len(self._waits) < LEAST:
+            return None
+        return (2 * max(self._waits) + median(self._steps)) / 1e9
+
+    def hold_up(self) -> None:
+        """Patience ended: the draft counts as far away for a while."""
+        self.is_far, self._num_held_up = True, HELD_UP
 
     @property
     def num_steps(self) -> int:

@@ -47,7 +47,7 @@ def choose(logits, rows, scores, ids, num_tokens, row_stride, TILE: tl.constexpr
 
 @triton.jit
 def _choice(scores, ids, row, num_parts, p):
-    """The token of the best part of a row, and 1 where its score is finite, else 0."""
+    """The token of the best part of a row, and 1 where its score is finite; else 0 and 0."""
     is_part = p < num_parts
     score = tl.load(scores + row * num_parts + p, mask=is_part, other=float("-inf"))
     is_nan = tl.max((score != score).to(tl.int32), 0)  # noqa: PLR0124
@@ -56,7 +56,7 @@ def _choice(scores, ids, row, num_parts, p):
         tl.where((score == best) & is_part, tl.load(ids + row * num_parts + p, mask=is_part, other=0), 0x7FFFFFFF), 0
     )
     is_valid = (is_nan == 0) & (best > float("-inf")) & (best < float("inf"))
-    return token, is_valid.to(tl.int64)
+    return tl.where(is_valid, token, 0), is_valid.to(tl.int64)  # whatever it is, it is a token
 
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=_LISTS)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.batch import Batch
 from engine.cuda import few_rows, kernels
 from engine.cuda.attention import DTYPES, padded_size, paged_attention
-from engine.cuda.few_rows import Choice, Product
+from engine.cuda.few_rows import FewRows, Product
 from engine.cuda.row_kernels import norm, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 
@@ -49,13 +49,13 @@ class FusedDecoder:
             for layer in self._body.layers
         ]
         #: Up to how many rows products are one launch with what stands around them, and how those are cut.
-        self.few_rows = Choice(0, {})
+        self.few_rows = FewRows(0, {})
         #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
         self._products: list[tuple[Product, ...]] = []
 
     def forget_few_rows(self) -> None:
         """Leave all products to torch."""
-        self.few_rows = Choice(0, {})
+        self.few_rows = FewRows(0, {})
 
     def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
         """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""

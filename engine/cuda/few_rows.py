@@ -113,7 +113,7 @@ def by_torch(x: Tensor, product: Product, eps: float, out: Tensor | None = None)
     return y if out is None or not product.adds else out + y
 
 
-class Choice(NamedTuple):
+class FewRows(NamedTuple):
     """What was measured."""
 
     #: Up to so many rows the kernel is used; 0: never.
@@ -134,14 +134,14 @@ def choose(
     mode: str = "cached",
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
-) -> Choice:
+) -> FewRows:
     """Tiles for the products of a model, ``layers`` alike, and up to how many rows they are worth it.
 
     ``mode``: "cached" measures unless a choice is kept, "always" measures, "off" takes torch's products. A kernel that
     is wrong, or does not compile, is never chosen.
     """
     if mode == "off" or not _are_known(layers):
-        return Choice(0, {})
+        return FewRows(0, {})
     path = cache_folder() / f"cuda-{_key(layers)}.json"
     if mode == "cached" and (kept := _read(path, layers[0])) is not None:
         return kept
@@ -154,7 +154,7 @@ def choose(
             if _is_right(product, eps, candidate, ROWS[0]):
                 found[candidate] = _seconds(layers, i, ROWS[0], timer, partial(multiply, eps=eps, tiles=candidate))
         if not found:
-            return Choice(0, {})
+            return FewRows(0, {})
         tiles[product.shape] = min(found, key=lambda candidate: found[candidate])
     max_rows = 0
     for num_rows in ROWS:
@@ -169,7 +169,7 @@ def choose(
         if ours > theirs:
             break
         max_rows = num_rows
-    chosen = Choice(max_rows, tiles)
+    chosen = FewRows(max_rows, tiles)
     logger.info("linear layers of up to %d rows take one launch each (measured)", max_rows)
     _write(path, chosen, layers[0])
     return chosen
@@ -261,11 +261,11 @@ def _key(layers: Sequence[Sequence[Product]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _read(path: Path, products: Sequence[Product]) -> Choice | None:
+def _read(path: Path, products: Sequence[Product]) -> FewRows | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         tiles = {product.shape: Tiles(*own) for product, own in zip(products, kept["tiles"], strict=True)}
-        return Choice(int(kept["max_rows"]), tiles if set(tiles.values()) <= set(TILES) else {})
+        return FewRows(int(kept["max_rows"]), tiles if set(tiles.values()) <= set(TILES) else {})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -273,7 +273,7 @@ def _read(path: Path, products: Sequence[Product]) -> Choice | None:
         return None
 
 
-def _write(path: Path, found: Choice, products: Sequence[Product]) -> None:
+def _write(path: Path, found: FewRows, products: Sequence[Product]) -> None:
     tiles = [found.tiles.get(product.shape, TILES[0]) for product in products]
     part = path.with_suffix(f".{os.getpid()}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ from engine.loading import kernel_check
 from engine.loading.self_check import Reference
 from engine.native import attention, library, linears
 from engine.native.decoder import NativeDecoder
+from engine.native.experts import pack_experts
 from engine.native.runner import NativeRunner
 from engine.parallel.ranks import Ranks
 from engine.runner import Runner
@@ -89,12 +91,13 @@ def runners(
     if engine.device.type == "cpu":
         if not enforce_eager:
             windows = [shape.window for shape in shapes]
-            decoder = (
-                None if is_split else NativeDecoder.build(model, engine.caches, windows, num_threads, autotune=autotune)
-            )
+            built = partial(NativeDecoder.build, model, engine.caches, windows, num_threads)
+            decoder = None if is_split else built(mixers=engine.mixers, autotune=autotune)
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
+            if engine.mixers:
+                pack_experts(model, num_threads)
         if (kernels := _of_all(ranks, checked("native attention", native_attention(), shapes, *caches))) is not None:
             yield engine.torch_runner("native attention", kernels)
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:

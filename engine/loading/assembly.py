@@ -156,11 +156,11 @@ _OF_LINEARS: Final = frozenset(
 
 
 def assemble(
-    source: TensorSource, config: PreTrainedConfig, dtype: torch.dtype, folder: str
+    source: TensorSource, config: PreTrainedConfig, dtype: torch.dtype, folder: str, *, rounds_rest: bool = True
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model whose quantised layers are :class:`GroupedLinear`, and the names of tensors that it did not take.
 
-    Layers beside those that are not quantised, such as the output layer, are rounded to 8 bits in groups.
+    ``rounds_rest``: layers that are not quantised, such as the output layer, are rounded to 8 bits in groups.
 
     Raises:
         ModelNotSupported: weights are missing, or of another shape than the model's.
@@ -191,7 +191,7 @@ def assemble(
             f"{folder} lacks {len(absent)} of the model's weights ({', '.join(absent[:4])}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    if any(isinstance(module, GroupedLinear) for module in model.modules()):
+    if rounds_rest and any(isinstance(module, GroupedLinear) for module in model.modules()):
         group_linears(model)
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)

@@ -26,6 +26,7 @@ from transformers import (
 
 from engine.checkpoint_files import CheckpointFiles
 from engine.gguf_file import GgufFile
+from engine.loading import gpu_weights
 from engine.loading.assembly import (
     EMBEDDING,
     GgufSource,
@@ -180,11 +181,6 @@ def dtype_of(settings: ModelSettings, config: PreTrainedConfig, device: torch.de
 def _assembled(
     settings: ModelSettings, config: PreTrainedConfig, device: torch.device, stored: QuantisedFormat
 ) -> PreTrainedModel:
-    if device.type != "cpu":
-        raise ModelNotSupported(
-            f"{settings.model} holds weights quantised by {stored.method!r}, which are read on a CPU only: set device"
-            " to cpu, or take the checkpoint that is not quantised"
-        )
     dtype = dtype_of(settings, config, device)
     if dtype not in (torch.float32, torch.bfloat16):
         dtype = torch.bfloat16
@@ -195,9 +191,14 @@ def _assembled(
             source = PackedSource(CheckpointFiles(folder), stored, stack)
         else:
             source = GgufSource(GgufFile(folder / stored.file), config)
-        model, names = assemble(source, config, dtype, settings.model)
+        on_cpu = device.type == "cpu"
+        model, names = assemble(source, config, dtype, settings.model, rounds_rest=on_cpu)
     read_generation_config(model, folder)
     _refuse_unused(settings, names, model)
+    if not on_cpu:
+        gpu_weights.place(model, dtype, device, settings.model)
+        moved: Any = model
+        model = moved.to(device)
     return model
 
 

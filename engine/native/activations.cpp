@@ -10,7 +10,7 @@
 namespace tandem {
 namespace {
 
-enum Function { kSilu = 0, kSigmoid = 1, kSoftplus = 2 };
+enum Function { kSilu = 0, kSigmoid = 1, kSoftplus = 2, kGelu = 3 };
 
 constexpr int64_t kPart = 1 << 14;  // elements a thread takes at a time
 
@@ -20,7 +20,10 @@ inline Vec apply(int function, Vec x) {
   float each[kLanes];
   store(each, x);
   for (float& value : each)
-    if (value <= 20.0f) value = std::log1p(std::exp(value));
+    if (function == kGelu)
+      value = 0.5f * value * (1.0f + std::erf(value * 0.70710678f));
+    else if (value <= 20.0f)
+      value = std::log1p(std::exp(value));
   return load(each);
 }
 
@@ -44,7 +47,7 @@ void apply(int function, const T* in, T* out, int64_t count, int threads) {
 
 using namespace tandem;
 
-// out = function of in, elementwise: 0 silu, 1 sigmoid, 2 softplus; dtype 0 float32, 1 bfloat16.
+// out = function of in, elementwise: 0 silu, 1 sigmoid, 2 softplus, 3 gelu; dtype 0 float32, 1 bfloat16.
 TANDEM_API void tandem_elementwise(int function, int dtype, const void* in, void* out, int64_t count, int threads) {
   if (dtype == 0)
     apply(function, static_cast<const float*>(in), static_cast<float*>(out), count, threads);

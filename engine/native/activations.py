@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from engine.native.library import DTYPES, load
-from engine.native.read_weights import knows, multiply
+from engine.native.read_weights import apply, knows, knows_rows, multiply
 
 #: By what torch is asked for: the number of the kernel's function.
 _FUNCTIONS: Final[dict[Any, int]] = {
@@ -19,15 +19,15 @@ _FUNCTIONS: Final[dict[Any, int]] = {
     torch.Tensor.sigmoid: 1,
     F.sigmoid: 1,
     F.softplus: 2,
+    F.gelu: 3,
 }
-
 
 #: What a product is asked for as.
 _PRODUCTS: Final = frozenset({torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul})
 
 
 class EvenActivations(TorchFunctionMode):
-    """While it is entered, the calling thread's SiLU, sigmoid, softplus and products with weights are the kernels'.
+    """While it is entered, the thread's SiLU, sigmoid, softplus, GELU and products with weights are the kernels'.
 
     So a row of a model's own modules is the same to the bit in any company, as far as their other operations are.
     """
@@ -42,6 +42,8 @@ class EvenActivations(TorchFunctionMode):
         """What torch calls instead of ``func``."""
         if func in _PRODUCTS and knows(*args):
             return multiply(*args)
+        if func is F.linear and not kwargs and knows_rows(*args):
+            return apply(*args[:2])
         function = _FUNCTIONS.get(func)
         is_plain = len(args) == 1 and not (kwargs and (kwargs.keys() != {"inplace"} or kwargs["inplace"]))
         if function is None or not is_plain or args[0].dtype not in DTYPES or args[0].device.type != "cpu":
@@ -50,7 +52,7 @@ class EvenActivations(TorchFunctionMode):
 
 
 def elementwise(function: int, x: torch.Tensor) -> torch.Tensor:
-    """SiLU (0), sigmoid (1) or softplus (2) of float32 or bfloat16 numbers on a CPU."""
+    """SiLU (0), sigmoid (1), softplus (2) or GELU (3) of float32 or bfloat16 numbers on a CPU."""
     library = load()
     if library is None:
         raise NotImplementedError("the native kernels are not available on this machine")

@@ -28,8 +28,8 @@ int paged_attention(const Plan& plan, const AttentionShape& shape, const Query* 
   pool.run(threads, [&](Team& team) {
     AttentionScratch mine(shape, own + team.id * floats, own + threads * floats, done);
     for (int item; (item = team.next(counter)) < items;)
-      attend(plan, shape, tasks, item / shape.kv_heads, item % shape.kv_heads, query, query_row, query_head, k_cache,
-             v_cache, out, int64_t(shape.heads) * shape.value_dim, shape.value_dim, mine);
+      attend(plan, shape, tasks, item / shape.kv_heads, item % shape.kv_heads, query, query_row, query_head,
+             static_cast<const Query*>(nullptr), k_cache, v_cache, out, int64_t(shape.heads) * shape.value_dim, shape.value_dim, mine);
   });
   return 0;
 }

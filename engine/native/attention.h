@@ -11,6 +11,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "norms.h"
 #include "struct_table.h"
 
 namespace tandem {
@@ -412,10 +413,11 @@ inline void merge_split(const AttentionScratch& s, int count, int64_t width, con
   }
 }
 
-// One task (number `index`) for one key-value head. query[row * query_row + head * query_head + d]; out likewise.
+// One task (number `index`) for one key-value head. query[row * query_row + head * query_head + d]; out likewise. `gate`
+// lies as the query does, or is null: its sigmoid is multiplied with what is attended.
 template <class Query, class Cache, class Out>
 void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask* tasks, int64_t index, int kv_head,
-            const Query* query, int64_t query_row, int64_t query_head, const Cache* k_cache, const Cache* v_cache, Out* out,
+            const Query* query, int64_t query_row, int64_t query_head, const Query* gate, const Cache* k_cache, const Cache* v_cache, Out* out,
             int64_t out_row, int64_t out_head, const AttentionScratch& s) {
   const AttentionTask& task = tasks[index];
   const int group = shape.heads / shape.kv_heads, rows = task.last - task.first, count = rows * group;
@@ -472,8 +474,12 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask* 
       const float* o = sums->out + m * s.out_stride;
       Out* to = out + (task.first + r) * out_row + (kv_head * group + g) * out_head;
       const Vec inverse = splat(1.0f / sums->total[m]);
-      for (int d = 0; d < value_dim; d += kLanes)
-        store_part(to + d, load(o + d) * inverse, value_dim - d < kLanes ? value_dim - d : kLanes);
+      const int64_t at = (task.first + r) * query_row + (kv_head * group + g) * query_head;
+      for (int d = 0; d < value_dim; d += kLanes) {
+        const int lanes = value_dim - d < kLanes ? value_dim - d : kLanes;
+        const Vec y = load(o + d) * inverse;
+        store_part(to + d, gate ? y * sigmoid(load_part(gate + at + d, lanes)) : y, lanes);
+      }
     }
 }
 

@@ -1,44 +1,17 @@
-// The forward pass of a Llama-shaped decoder in one call: one parallel region, barriers between its stages.
+// The forward pass of a decoder in one call: one parallel region, barriers between its stages.
 //
 // The residual stream, attention and every sum are float32. What enters a linear layer has the type its kernel wants
 // (Format::Activation): float32, bfloat16 where weights are bfloat16 and the machine multiplies those directly, int16
 // with a scale for each row where weights are int8, or int8 with a scale for each run of a row where they are grouped.
 #include "decoder.h"
 
+#include "mixer.h"
+
 #include <type_traits>
 
 namespace tandem {
 
 namespace {
-
-// out = weight * (x / sqrt(mean(x^2) + eps)), as transformers' RMSNorm orders it; zeros up to whole vectors.
-template <class In, class Out>
-inline void rms_norm(const In* x, const float* weight, int64_t n, float eps, Out* out) {
-  Vec squares{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Vec v = load(x + i);
-    squares = fma(v, v, squares);
-  }
-  if (i < n) {
-    Vec v = load_part(x + i, int(n - i));
-    squares = fma(v, v, squares);
-  }
-  const float inverse = 1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps);
-  for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
-  if (i < n) store(out + i, load_part(x + i, int(n - i)) * inverse * load_part(weight + i, int(n - i)));
-}
-
-// The same for one head, in place.
-inline void head_norm(float* x, const float* weight, int n, float eps) {
-  Vec squares{};
-  for (int i = 0; i < n; i += kLanes) {
-    Vec v = load_part(x + i, n - i);
-    squares = fma(v, v, squares);
-  }
-  const float inverse = 1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps);
-  for (int i = 0; i < n; i++) x[i] = x[i] * inverse * weight[i];
-}
 
 // x cos + rotate_half(x) sin, in place.
 inline void rotate(float* x, const float* cosine, const float* sine, int half) {
@@ -76,7 +49,8 @@ class Pass {
         group(int(m.heads / m.kv_heads)),
         hidden(m.hidden),
         query_width(m.heads * dim),
-        key_at(round_up(query_width, kPanel)),
+        query_stride(m.gates_heads ? 2 * dim : dim),
+        key_at(round_up(m.heads * query_stride, kPanel)),
         value_at(key_at + round_up(m.kv_heads * dim, kPanel)),
         qkv_width(value_at + round_up(m.kv_heads * dim, kPanel)),
         joined(2 * hidden),
@@ -100,9 +74,11 @@ class Pass {
     rotates_in_attention = !splits_shared && num_tasks == plan.num_sequences;
     all_rows_wanted = num_logits == rows;
     for (int r = 0; all_rows_wanted && r < rows; r++) all_rows_wanted = batch.logit_rows[r] == r;
+    for (int64_t l = 0; l < m.num_layers; l++)
+      if (m.layers[l].qkv.weight || m.layers[l].mixer) last_meeting = l;
     states_at_end = false;
     for (int64_t f = 0; batch.num_states > 0 && f < batch.num_state_layers; f++)
-      states_at_end |= batch.state_layers[f] < 0 || batch.state_layers[f] == m.num_layers;
+      states_at_end |= batch.state_layers[f] < 0 || batch.state_layers[f] > last_meeting;
     if (!allocate()) return -1;
     choose_last_rows();
     list_attention_tasks(plan, shape, splits_shared, tasks);
@@ -118,7 +94,7 @@ class Pass {
   using Stored = std::conditional_t<Format::kRounds, float, Activation>;
 
   // Stages of a layer, each with a counter, and those around the layers.
-  static constexpr int64_t kLayerStages = 10, kOtherStages = 7;
+  static constexpr int64_t kLayerStages = 18, kOtherStages = 7;
 
   static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
 
@@ -129,8 +105,7 @@ class Pass {
     const int64_t num_stages = m.num_layers * kLayerStages + kOtherStages;
     const int64_t attention_items = splits_shared ? num_tasks * m.kv_heads : 0;
     num_counters = num_stages + attention_items + kSplitGroups * threads;
-    const int64_t attention_floats = AttentionScratch::own_floats(shape);
-    const int64_t product_floats = ProductScratch::own_floats(most, 2);
+    int64_t own_floats = std::max(AttentionScratch::own_floats(shape), int64_t(ProductScratch::own_floats(most, 2)));
     const int sharing_rows = most < kSplitRows ? most : kSplitRows;
     int64_t chunk_floats = 0;
     auto need_chunks = [&](int64_t k, int64_t columns, int group) {
@@ -139,7 +114,7 @@ class Pass {
     };
     need_chunks(hidden, qkv_width, 1);
     need_chunks(query_width, hidden, 1);
-    need_chunks(hidden, m.intermediate, 2);
+    need_chunks(hidden, m.intermediate, m.gates_mlp ? 2 : 1);
     need_chunks(m.intermediate, hidden, 1);
     need_chunks(hidden, m.outputs, 1);
     if (m.head) {
@@ -165,8 +140,26 @@ class Pass {
       need_rows(query_width);
       need_rows(m.intermediate);
     }
+    int64_t projected_width = 0, convolved_width = 0, answer_width = 0, number_floats = 0;
+    for (int64_t l = 0; l < m.num_layers; l++) {
+      if (!m.layers[l].mixer) continue;
+      const Mixer& mixer = *m.layers[l].mixer;
+      state_plan = {batch.state_plan, plan.num_sequences, mixer.num_records};
+      const int64_t width = MixerRows<Cache>::width(mixer);
+      need_chunks(hidden, mixer.width, 1);
+      need_chunks(width, hidden, 1);
+      need_rows(width);
+      projected_width = std::max(projected_width, mixer.width);
+      convolved_width = std::max(convolved_width, mixer.channels);
+      answer_width = std::max(answer_width, width);
+      number_floats = std::max(number_floats, rows * MixerRows<Cache>::row_floats(mixer));
+      own_floats = std::max(own_floats, MixerRows<Cache>::own_floats(mixer));
+    }
+    widest_stride = std::max(widest_stride, int64_t(row_stride(answer_width)));
+    projected.stride = row_stride(projected_width), convolved.stride = row_stride(convolved_width);
+    answers.stride = row_stride(answer_width);
     const int64_t scale_floats = Format::kRounds ? round_up(most, 16) : 0;
-    const int64_t work_floats = round_up(attention_floats > product_floats ? attention_floats : product_floats, 16);
+    const int64_t work_floats = round_up(own_floats, 16);
     own_scales_at = work_floats * 4;
     own_row_at = own_scales_at + scale_floats * 4;
     own_rows_at = own_row_at + (Format::kRounds ? widest_stride * 4 : 0);
@@ -191,6 +184,13 @@ class Pass {
       const int64_t last = states_at_end ? rows : num_logits;
       take(wanted_stream, batch.stream || all_rows_wanted ? 0 : last * hidden_stride);
       take(wanted_attended, all_rows_wanted ? 0 : last * out_stride);
+      if (answer_width) {
+        take(projected.at, rows * projected.stride);
+        take(convolved.at, rows * convolved.stride);
+        take(answers.at, rows * answers.stride);
+        take(numbers, number_floats);
+        take(wanted_answers, all_rows_wanted ? 0 : last * answers.stride);
+      }
       take(logit_stream, states_at_end ? num_logits * hidden_stride : 0);
       take(last_row_of, states_at_end ? rows : 0);
       take(chosen_rows, states_at_end ? rows : 0);
@@ -231,23 +231,27 @@ class Pass {
           scratch{own_floats(), pass.chunks, pass.chunks_done},
           x(pass.stream),
           heads_out(pass.attended),
+          answers(pass.answers),
           n(pass.rows) {}
 
     void run() {
       m.head ? ingest(*m.head) : embed();
       for (int64_t l = 0; l < m.num_layers; l++) {
         const Layer& layer = m.layers[l];
-        const bool last = l + 1 == m.num_layers;
-        const bool joins = l == 0 && m.head && m.head->kind == kEagle3;
-        project_to_heads(layer, joins ? joined(*m.head, layer.qkv) : normed(layer.input_norm, layer.qkv),
-                         joins ? p.joined : p.hidden);
-        attend_rows(layer, l, last);
-        if (last && !keep_wanted()) return;
-        project_to_stream(stored(heads_out, p.query_width, p.out_stride, layer.output), layer.output, p.query_width,
-                          layer.output_bias);
+        const bool attends = layer.qkv.weight, joins = l == 0 && m.head && m.head->kind == kEagle3;
+        copy_states(l);
+        if (layer.mixer) project_to_mixer(*layer.mixer, normed(layer.input_norm, layer.mixer->input));
+        if (attends)
+          project_to_heads(layer, joins ? joined(*m.head, layer.qkv) : normed(layer.input_norm, layer.qkv),
+                           joins ? p.joined : p.hidden);
+        if (layer.mixer) mix(*layer.mixer);
+        if (attends) attend_rows(layer, l);
+        if (l == p.last_meeting && !keep_wanted(layer)) return;
+        if (layer.mixer) project_to_stream(answered(*layer.mixer), layer.mixer->output, MixerRows<Cache>::width(*layer.mixer));
+        if (attends) project_to_stream(stored(heads_out, p.query_width, p.out_stride, layer.output), layer.output, p.query_width);
+        if (!layer.down.weight) continue;
         activate(layer, normed(layer.post_norm, layer.gate_up));
-        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride, layer.down), layer.down, m.intermediate,
-                          layer.down_bias);
+        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride, layer.down), layer.down, m.intermediate);
       }
       if (p.states_at_end && !keep_logits()) return;
       const bool norms_output = m.head && m.head->norms_output;
@@ -281,18 +285,22 @@ class Pass {
     // The residual stream: a row of the embedding each.
     void embed() {
       for (int r; (r = team.next(*counter)) < n;)
-        with_embedding(r, [&](auto* row) { prepare_row(row, p.hidden, round_up(p.hidden, kPanel), x + r * p.hidden_stride); });
+        with_embedding(r, [&](auto* row) {
+          float* to = x + r * p.hidden_stride;
+          prepare_row(row, p.hidden, round_up(p.hidden, kPanel), to);
+          for (int64_t i = 0; m.embedding_scale != 1.0f && i < p.hidden; i++) to[i] *= m.embedding_scale;
+        });
       end_stage();
     }
 
     // The residual stream of a head.
     void ingest(const Head& head) {
       if (head.kind == kEagle)
-        project_to_stream<false>(paired(head.fuse), head.fuse, p.fused, head.fuse_bias);
+        project_to_stream<false>(paired(head.fuse), head.fuse, p.fused);
       else if (p.batch.features && p.batch.features_are_fused)
         take_features();
       else if (p.batch.features)
-        project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
+        project_to_stream<false>(featured(head), head.fuse, p.fused);
       if (head.norms_residual) norm_stream(head.state_norm);
     }
 
@@ -313,9 +321,9 @@ class Pass {
     }
 
     // Embedding and state side by side. The states may be in the stream, which the product replaces: they are read before.
-    Rows<Format> paired(const void* weight) {
+    Rows<Format> paired(const Linear& linear) {
       return prepare(p.joined, [&](int r, Activation* to) {
-        return make_row(p.joined, to, weight, [&](auto* row) {
+        return make_row(p.joined, to, linear, [&](auto* row) {
           with_embedding(r, [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row); });
           auto add_state = [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row + p.hidden); };
           p.batch.features ? with_features(r, add_state) : add_state(x + r * p.hidden_stride);
@@ -338,9 +346,9 @@ class Pass {
     }
 
     // What the first layer of an EAGLE-3 head sees: embedding and state, each through its norm, side by side.
-    Rows<Format> joined(const Head& head, const void* weight) {
+    Rows<Format> joined(const Head& head, const Linear& linear) {
       return prepare(p.joined, [&](int r, Activation* to) {
-        return make_row(p.joined, to, weight, [&](auto* row) {
+        return make_row(p.joined, to, linear, [&](auto* row) {
           with_embedding(r, [&](auto* from) { rms_norm(from, head.embedding_norm, p.hidden, m.eps, row); });
           normed_row(x + r * p.hidden_stride, head.norms_residual ? nullptr : head.state_norm, row + p.hidden);
         });
@@ -355,12 +363,12 @@ class Pass {
 
     // A row that make(row) writes, as a product with a weight takes it; returns its scale. Some zeros may be written behind it.
     template <class Make>
-    float make_row(int64_t width, Activation* to, const void* weight, Make&& make) const {
+    float make_row(int64_t width, Activation* to, const Linear& linear, Make&& make) const {
       const int64_t padded = round_up(width, Format::kStep);
       if constexpr (Format::kRounds) {
         float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
         make(row);
-        return prepare_row(row, width, padded, to, order_of<Format>(weight));
+        return prepare_row(row, width, padded, to, order_of<Format>(linear.weight));
       } else {
         make(to);
         for (int64_t i = width; i < padded; i++) store_one(to + i, 0.0f);
@@ -392,69 +400,104 @@ class Pass {
     }
 
     // The stream's rows through an RMSNorm.
-    Rows<Format> normed(const float* norm, const void* weight) {
+    Rows<Format> normed(const float* norm, const Linear& linear) {
       return prepare(p.hidden, [&](int r, Activation* to) {
-        return make_row(p.hidden, to, weight, [&](auto* row) { normed_row(x + r * p.hidden_stride, norm, row); });
+        return make_row(p.hidden, to, linear, [&](auto* row) { normed_row(x + r * p.hidden_stride, norm, row); });
       });
     }
 
     // Rows that attention or an activation left behind.
-    Rows<Format> stored(const Stored* from, int64_t width, int64_t stride, const void* weight) {
+    Rows<Format> stored(const Stored* from, int64_t width, int64_t stride, const Linear& linear) {
       if constexpr (Format::kRounds)
         return prepare(width, [&](int r, Activation* to) {
-          return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to, order_of<Format>(weight));
+          return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to, order_of<Format>(linear.weight));
         });
       else
         return {from, stride, nullptr};
     }
 
+    // What a mixer answers, normed.
+    Rows<Format> answered(const Mixer& mixer) {
+      const int64_t width = MixerRows<Cache>::width(mixer);
+      return prepare(width, [&](int r, Activation* to) {
+        return make_row(width, to, mixer.output,
+                        [&](auto* row) { finish_answers(mixer, answers.row(r), width, m.eps, row); });
+      });
+    }
+
     template <class Done>
-    void multiply(const Rows<Format>& a, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
-      product<Format>(team, *counter, n, a, static_cast<const Weight*>(weight), k, int(groups), group,
+    void multiply(const Rows<Format>& a, const Linear& linear, int64_t k, int64_t groups, int group, Done&& done) {
+      product<Format>(team, *counter, n, a, static_cast<const Weight*>(linear.weight), k, int(groups), group,
                       group, n == 1 ? m.prefetch_one : m.prefetch_several, scratch, done);
     }
 
-    static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }
+    // A sum of products of some columns, as the layer has it.
+    static Vec finish(const Linear& linear, int64_t column, const float* sums) {
+      Vec y = load(sums);
+      if (linear.bias) y += load(linear.bias + column);
+      return linear.scale ? y * load(linear.scale + column) : y;
+    }
+
+    void project(const Rows<Format>& rows, const Linear& linear, int64_t k, int64_t width, float* to, int64_t stride) {
+      multiply(rows, linear, k, panels(width), 1, [&](int first, int count, int panel, const float* s) {
+        for (int r = 0; r < count; r++)
+          for (int v = 0; v < kPanel; v += kLanes) {
+            const int64_t column = int64_t(panel) * kPanel + v;
+            store(to + (first + r) * stride + column, finish(linear, column, s + r * kPanel + v));
+          }
+      });
+      end_stage();
+    }
 
     void project_to_heads(const Layer& layer, const Rows<Format>& rows, int64_t k) {
-      multiply(rows, layer.qkv, k, panels(p.qkv_width), 1,
-               [&](int first, int count, int panel, const float* s) {
-                 for (int r = 0; r < count; r++)
-                   for (int v = 0; v < kPanel; v += kLanes) {
-                     const int64_t column = int64_t(panel) * kPanel + v;
-                     store(p.qkv + (first + r) * p.qkv_stride + column,
-                           load(s + r * kPanel + v) + bias_of(layer.qkv_bias, column));
-                   }
-               });
+      project(rows, layer.qkv, k, p.qkv_width, p.qkv, p.qkv_stride);
+    }
+
+    void project_to_mixer(const Mixer& mixer, const Rows<Format>& rows) {
+      project(rows, mixer.input, p.hidden, mixer.width, p.projected.at, p.projected.stride);
+    }
+
+    // Runs a mixer's recurrence. What follows is part of the stage that keeps its records.
+    void mix(const Mixer& mixer) {
+      const MixerRows<Cache> all(mixer, p.state_plan, m.eps, p.projected, p.convolved, p.numbers, p.answers);
+      for (int64_t item; (item = team.next(*counter)) < all.num_prepared();) all.prepare(item);
       end_stage();
+      for (int64_t item; (item = team.next(*counter)) < all.num_run();) all.run(item, own_floats());
+      end_stage();
+      all.keep(team, *counter++);
     }
 
     // Adds a projection to the stream, or begins the stream with it.
     template <bool kAdds = true>
-    void project_to_stream(const Rows<Format>& rows, const void* weight, int64_t k, const float* bias) {
-      multiply(rows, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
+    void project_to_stream(const Rows<Format>& rows, const Linear& linear, int64_t k) {
+      multiply(rows, linear, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
         for (int r = 0; r < count; r++)
           for (int v = 0; v < kPanel; v += kLanes) {
             const int64_t column = int64_t(panel) * kPanel + v;
             float* to = x + (first + r) * p.hidden_stride + column;
-            const Vec sum = load(s + r * kPanel + v) + bias_of(bias, column);
+            const Vec sum = finish(linear, column, s + r * kPanel + v);
             store(to, kAdds ? load(to) + sum : sum);
           }
       });
       end_stage();
     }
 
-    // mid = silu(gate) * up
+    // mid = silu(gate) * up, or relu(up)^2
     void activate(const Layer& layer, const Rows<Format>& rows) {
-      multiply(rows, layer.gate_up, p.hidden, panels(m.intermediate), 2,
+      const int group = m.gates_mlp ? 2 : 1;
+      multiply(rows, layer.gate_up, p.hidden, panels(m.intermediate), group,
                [&](int first, int count, int panel, const float* s) {
-                 const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
                  for (int r = 0; r < count; r++)
                    for (int v = 0; v < kPanel; v += kLanes) {
-                     const Vec gate = load(s + r * kPanel + v) + bias_of(bias, v);
-                     const Vec up = load(s + (count + r) * kPanel + v) + bias_of(bias, kPanel + v);
-                     store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v,
-                           gate / (1.0f + exp(-gate)) * up);
+                     const int64_t column = int64_t(panel) * group * kPanel + v;
+                     Vec y = finish(layer.gate_up, column, s + r * kPanel + v);
+                     if (m.gates_mlp) {
+                       y = silu(y) * finish(layer.gate_up, column + kPanel, s + (count + r) * kPanel + v);
+                     } else {
+                       y = max(y, Vec{});
+                       y *= y;
+                     }
+                     store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v, y);
                    }
                });
       end_stage();
@@ -462,18 +505,18 @@ class Pass {
 
     // Queries and keys of one row and key-value head get their positions, and its key and value go to the cache.
     void rotate_and_store(const Layer& layer, int64_t l, int64_t r, int64_t h) {
-      const int dim = p.dim;
+      const int dim = p.dim, half = int(m.rotary_dim / 2);
       float* row = p.qkv + r * p.qkv_stride;
-      const float* cosine = p.batch.cosines + p.plan.positions[r] * (dim / 2);
-      const float* sine = p.batch.sines + p.plan.positions[r] * (dim / 2);
+      const float* cosine = p.batch.cosines + p.plan.positions[r] * half;
+      const float* sine = p.batch.sines + p.plan.positions[r] * half;
       for (int g = 0; g < p.group; g++) {
-        float* query = row + (h * p.group + g) * dim;
-        if (layer.query_norm) head_norm(query, layer.query_norm, dim, m.eps);
-        rotate(query, cosine, sine, dim / 2);
+        float* query = row + (h * p.group + g) * p.query_stride;
+        if (layer.query_norm) part_norm(query, layer.query_norm, dim, m.eps, query);
+        rotate(query, cosine, sine, half);
       }
       float* key = row + p.key_at + h * dim;
-      if (layer.key_norm) head_norm(key, layer.key_norm, dim, m.eps);
-      rotate(key, cosine, sine, dim / 2);
+      if (layer.key_norm) part_norm(key, layer.key_norm, dim, m.eps, key);
+      rotate(key, cosine, sine, half);
       const int64_t block = p.plan.slots[r] / p.plan.block_size, offset = p.plan.slots[r] % p.plan.block_size;
       const int64_t at = block * p.block_stride + (h * p.plan.block_size + offset) * dim;
       if (p.shape.keys_in_columns) {
@@ -486,8 +529,7 @@ class Pass {
       store_row(row + p.value_at + h * dim, dim, static_cast<Cache*>(p.batch.v_caches[l]) + at);
     }
 
-    // Ends a stage only if somebody reads what was attended. The states that enter the layer are copied beside.
-    void attend_rows(const Layer& layer, int64_t l, bool last) {
+    void attend_rows(const Layer& layer, int64_t l) {
       const int64_t heads = m.kv_heads;
       if (!p.rotates_in_attention) {
         for (int item; (item = team.next(*counter)) < n * heads;) rotate_and_store(layer, l, item / heads, item % heads);
@@ -495,25 +537,20 @@ class Pass {
       }
       AttentionShape shape = p.shape;
       shape.window = layer.window;
-      const int64_t attending = p.num_tasks * heads, copied = copies_state(l) ? p.batch.num_states : 0;
-      for (int item; (item = team.next(*counter)) < attending + copied;) {
-        if (item >= attending) {
-          copy_state(item - attending, l);
-          continue;
-        }
+      for (int item; (item = team.next(*counter)) < p.num_tasks * heads;) {
         const int64_t index = item / heads, head = item % heads;
         if (p.rotates_in_attention)
           for (int r = p.tasks[index].first; r < p.tasks[index].last; r++) rotate_and_store(layer, l, r, head);
-        if (last && p.num_last == 0) continue;
-        attend(p.plan, shape, p.tasks, index, int(head), p.qkv, p.qkv_stride, int64_t(p.dim),
-               static_cast<const Cache*>(p.batch.k_caches[l]), static_cast<const Cache*>(p.batch.v_caches[l]),
-               p.attended, p.out_stride, int64_t(p.dim), attention);
+        if (l == p.last_meeting && p.num_last == 0) continue;
+        attend(p.plan, shape, p.tasks, index, int(head), p.qkv, p.qkv_stride, p.query_stride,
+               m.gates_heads ? p.qkv + p.dim : nullptr, static_cast<const Cache*>(p.batch.k_caches[l]),
+               static_cast<const Cache*>(p.batch.v_caches[l]), p.attended, p.out_stride, int64_t(p.dim), attention);
       }
       end_stage();
     }
 
-    // From the last attention on rows no longer meet: only those that are wanted continue. False: none are.
-    bool keep_wanted() {
+    // From then on rows no longer meet: only those that are wanted continue. False: none are.
+    bool keep_wanted(const Layer& layer) {
       if (p.all_rows_wanted || p.num_last == 0) return p.num_last > 0;
       const bool moves = x == p.wanted_stream;  // then one thread does, from the first row on: none is lost
       for (int item; (item = team.next(*counter)) < (moves ? 1 : p.num_last);)
@@ -521,10 +558,12 @@ class Pass {
           const int64_t from = p.last_rows[r];
           if (!moves || from != r)
             copy_row(x + from * p.hidden_stride, round_up(p.hidden, kPanel), p.wanted_stream + r * p.hidden_stride);
-          copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
+          if (layer.qkv.weight) copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
+          if (layer.mixer)
+            copy_row(answers.row(from), MixerRows<Cache>::width(*layer.mixer), p.wanted_answers + r * answers.stride);
         }
       end_stage();
-      x = p.wanted_stream, heads_out = p.wanted_attended, n = p.num_last;
+      x = p.wanted_stream, heads_out = p.wanted_attended, answers.at = p.wanted_answers, n = p.num_last;
       return true;
     }
 
@@ -547,16 +586,19 @@ class Pass {
       return true;
     }
 
-    bool copies_state(int64_t boundary) const {
-      for (int64_t f = 0; f < p.batch.num_state_layers; f++)
-        if (p.batch.state_layers[f] == boundary) return true;
-      return false;
+    // The states that enter a layer. What follows is part of the same stage, and must not write to the stream.
+    void copy_states(int64_t l) {
+      bool is_wanted = false;
+      for (int64_t f = 0; f < p.batch.num_state_layers; f++) is_wanted |= p.batch.state_layers[f] == l;
+      if (!is_wanted) return;
+      for (int item; (item = team.next(*counter)) < p.batch.num_states;) copy_state(item, l);
+      counter++;
     }
 
     // The states of one row between two layers, or behind the last one.
     void copy_state(int64_t s, int64_t boundary) {
       const int64_t row = p.batch.state_rows[s];
-      const float* from = x + (boundary == m.num_layers ? p.last_row_of[row] : row) * p.hidden_stride;
+      const float* from = x + (boundary > p.last_meeting ? p.last_row_of[row] : row) * p.hidden_stride;
       for (int64_t f = 0; f < p.batch.num_state_layers; f++) {
         bf16* to = p.batch.states + (s * p.batch.num_state_layers + f) * p.hidden;
         if (p.batch.state_layers[f] == boundary) store_row(from, int(p.hidden), to);
@@ -572,7 +614,7 @@ class Pass {
                      const int64_t column = int64_t(panel) * kPanel + v, left = m.outputs - column;
                      if (left <= 0) break;
                      store_part(p.batch.logits + (first + r) * m.outputs + column,
-                                load(s + r * kPanel + v) + bias_of(m.lm_head_bias, column),
+                                finish(m.lm_head, column, s + r * kPanel + v),
                                 int(left < kLanes ? left : kLanes));
                    }
                });
@@ -586,6 +628,7 @@ class Pass {
     const ProductScratch scratch;
     float* x;  // the residual stream of the rows that are still of interest
     const Stored* heads_out;
+    FloatRows answers;  // of mixers
     int n;
   };
 
@@ -593,10 +636,11 @@ class Pass {
   const Batch& batch;
   const Plan& plan;
   const int threads, rows, num_logits, dim, group;
-  const int64_t hidden, query_width, key_at, value_at, qkv_width;
+  const int64_t hidden, query_width, query_stride, key_at, value_at, qkv_width;
   const int64_t joined, fused;  // what enters the first layer of an EAGLE-3 head, and `fuse`
   const int64_t hidden_stride, joined_stride, fused_stride, qkv_stride, mid_stride, out_stride, block_stride;
   const AttentionShape shape;
+  int64_t last_meeting = -1;  // the last layer in which rows read each other
   bool splits_shared, rotates_in_attention, all_rows_wanted, states_at_end;
   int num_last;
   int64_t num_tasks, num_counters, own_bytes, own_scales_at, own_row_at, own_rows_at;
@@ -607,6 +651,9 @@ class Pass {
   float *stream, *wanted_stream, *logit_stream, *qkv, *chunks, *splits, *row_scales;
   Activation* prepared;
   Stored *attended, *wanted_attended, *mid;
+  StatePlan state_plan{};
+  FloatRows projected{}, convolved{}, answers{};  // of mixers
+  float *numbers = nullptr, *wanted_answers = nullptr;
   char* own;
 };
 

@@ -1,7 +1,7 @@
-"""The whole forward pass of Llama-shaped models in one native call: no Python between layers.
+"""The whole forward pass of a model in one native call: no Python between layers.
 
-Known are transformers' Llama, Mistral, Qwen2 and Qwen3 classes exactly, with SiLU and rotary embeddings that do not
-change with the length of a batch. Anything else is left to the model's own modules.
+Known are the classes of :data:`~engine.native.layer_parts.FAMILIES` exactly, without experts, and rotary embeddings
+that do not change with the length of a batch. Anything else is left to the model's own modules.
 
 Activations are float32 whatever the weights are, with two exceptions for bfloat16 weights: the cache is bfloat16, as
 transformers' is, and where the machine multiplies bfloat16 directly, what enters a linear layer is rounded to it. So
@@ -17,28 +17,24 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.compaction import Kept
-from engine.llama_models import MODELS, NORMS, ROPE_TYPES
+from engine.mixers import Mixer
+from engine.native.layer_parts import norm_eps, norm_weight
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
-from engine.native.linears import AnyMatrix, matrix_of
-from engine.native.packing import Packing, layer_groups
-from engine.native.rounded import GroupedLinear, Int8Linear, is_plain
+from engine.native.linears import matrix_of
+from engine.native.model_parts import Caches, LayerCache, ModelParts, RotaryTables, unknown_model
+from engine.native.packing import Packing
 from engine.native.structs import CBatch, CKept, CModel, CPlan
 from engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
-
-Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
-#: Cosines and sines of the first positions, so many: float32 [positions, D / 2], contiguous.
-RotaryTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class NativeModel:
@@ -49,8 +45,16 @@ class NativeModel:
     #: The same where the target has fused them.
     fused_width = 0
 
-    def __init__(self, packing: Packing, model: CModel, caches: Caches, tables: RotaryTables) -> None:
-        """``model`` points into what the packing keeps; its ``vocab`` counts the ids of tokens fed."""
+    def __init__(
+        self,
+        packing: Packing,
+        model: CModel,
+        caches: Sequence[LayerCache | None],
+        tables: RotaryTables,
+    ) -> None:
+        """``model`` points into what the packing keeps; its ``vocab`` counts the ids of tokens fed. ``caches``: of each
+        layer; None where one does not attend.
+        """
         self.library = packing.library
         self.num_threads = packing.num_threads
         self.vocab_size: int = model.vocab
@@ -61,10 +65,12 @@ class NativeModel:
         self._model = model
         self._kept = (packing.kept, caches)  # what the structures point into
         self._tabulate = tables
-        half = model.head_dim // 2
+        half = model.rotary_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, half), torch.empty(0, half))
-        self._k_caches = (ctypes.c_void_p * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
-        self._v_caches = (ctypes.c_void_p * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
+        self._k_caches, self._v_caches = (
+            (ctypes.c_void_p * len(caches))(*(None if cache is None else cache[i].data_ptr() for cache in caches))
+            for i in range(2)
+        )
 
     @property
     def address(self) -> int:
@@ -108,42 +114,52 @@ class NativeDecoder(NativeModel):
         windows: Sequence[int | None],
         num_threads: int,
         *,
+        mixers: Sequence[Mixer],
         autotune: str,
     ) -> None:
         """Pack the weights of a model that :meth:`build` found suitable. Its modules run on the packed weights too."""
-        config, decoder = model.config, model.model
-        packing = Packing(library, _weight_groups(model), num_threads)
-        layers = packing.array(
-            [packing.layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
-        )
-        vocab_size = model.lm_head.out_features
-        weight_dtype = matrix_of(model.lm_head).dtype
-        lm_head, lm_head_bias = packing.linears(model, ["lm_head"])
-        embedding = packing.keep(decoder.embed_tokens.weight.detach())
-        attention = decoder.layers[0].self_attn
+        config, parts = model.config, ModelParts(model)
+        layers, norm = parts.layers, parts.final_norm
+        packing = Packing(library, parts.groups, num_threads)
+        vocab_size, weight_dtype = model.lm_head.out_features, matrix_of(model.lm_head).dtype
+        attention, gates_heads = parts.attention[0], parts.gates_heads
+        attending = iter(zip(caches, windows, strict=True))
+        kept = [next(attending) if layer.attention is not None else (None, None) for layer in layers]
+        states = {id(mixer.module): mixer for mixer in mixers}
+        packed = [
+            packing.layer(layer, window, states.get(id(layer.mixer)))
+            for layer, (_, window) in zip(layers, kept, strict=True)
+        ]
+        embedding = packing.keep(model.get_input_embeddings().weight.detach())
         native = CModel(
-            layers=layers,
+            layers=packing.array(packed),
             embedding=embedding.data_ptr(),
-            final_norm=packing.floats(decoder.norm.weight),
-            lm_head=lm_head,
-            lm_head_bias=lm_head_bias,
-            num_layers=len(decoder.layers),
+            final_norm=packing.floats(norm_weight(norm)),
+            lm_head=packing.linear(parts.output),
+            num_layers=len(layers),
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=max(parts.intermediate_sizes, default=0),
             vocab=vocab_size,
             outputs=vocab_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
-            eps=config.rms_norm_eps,
+            rotary_dim=parts.rotary_dim,
+            eps=norm_eps(norm),
             scale=attention.scaling,
+            embedding_scale=parts.embedding_scale,
+            gates_heads=gates_heads,
+            gates_mlp=bool(layers[0].names.gate),
             weight_dtype=WEIGHT_DTYPES[weight_dtype],
             embedding_dtype=DTYPES[embedding.dtype],
             cache_dtype=DTYPES[caches[0][0].dtype],
             **packing.choose_prefetch(autotune),
         )
-        super().__init__(packing, native, caches, partial(_rotary_tables, decoder.rotary_emb))
+        super().__init__(packing, native, [cache for cache, _ in kept], parts.rotary_tables)
+        self._states = [mixer.caches for mixer in mixers]  # what the structures point into, too
         self.hidden_size: int = config.hidden_size
+        #: Whether it has recurrent states.
+        self.is_recurrent = bool(mixers)
 
     @classmethod
     def build(
@@ -153,24 +169,26 @@ class NativeDecoder(NativeModel):
         windows: Sequence[int | None],
         num_threads: int,
         *,
+        mixers: Sequence[Mixer] = (),
         autotune: str = "cached",
     ) -> NativeDecoder | None:
         """The decoder of a transformers model, or None where it is not of a known shape or there are no kernels.
 
-        caches: key and value cache of every layer, [num_blocks, Hkv, block, D] each, float32 or bfloat16. windows: per
-        layer, the entries a row sees, itself included; None for all. The model's linear layers are replaced by packed
-        ones, so it can still be run by itself; their own weights are freed one by one. ``autotune``: see
+        caches: key and value cache of every layer that attends, [num_blocks, Hkv, block, D] each, float32 or bfloat16.
+        windows: of these layers, the entries a row sees, itself included; None for all. ``mixers``: the recurrent parts
+        of layers, with their states. The model's linear layers are replaced by packed ones, so it can still be run by
+        itself; their own weights are freed one by one. ``autotune``: see
         :func:`~engine.native.autotune.choose_prefetch`.
         """
         library = load()
         if library is None:
             return None
-        reason = _unknown(model, caches, windows)
+        reason = unknown_model(model, caches, windows, mixers)
         if reason is not None:
             logger.info("the native decoder does not know this model: %s", reason)
             return None
         with torch.inference_mode(False), torch.no_grad():
-            return cls(library, model, caches, windows, num_threads, autotune=autotune)
+            return cls(library, model, caches, windows, num_threads, mixers=mixers, autotune=autotune)
 
     def forward(
         self,
@@ -178,17 +196,20 @@ class NativeDecoder(NativeModel):
         plan: BatchPlan,
         logit_rows: torch.Tensor,
         states: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        state_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the cache and return the logits, float32 [N, vocab_size], of the rows ``logit_rows`` (int64 [N]).
 
         input_ids int64 [T] or [1, T]. ``states``: rows (int64 [R]) whose hidden states are wanted, of which layers
-        (int64 [F]), and where they are written: bfloat16 [R, F, hidden_size].
+        (int64 [F]), and where they are written: bfloat16 [R, F, hidden_size]. ``state_plan``: what a pass does to
+        recurrent states, :attr:`~engine.recurrent.plan.StatePlan.numbers`.
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
         logits = torch.empty(logit_rows.shape[0], self.vocab_size)
         batch = self.batch_of(input_ids, plan, logit_rows, logits)
+        batch.state_plan = None if state_plan is None else state_plan.data_ptr()
         if states is not None:
             rows, layers, out = states
             batch.state_rows, batch.num_states = rows.data_ptr(), rows.shape[0]
@@ -222,87 +243,3 @@ class NativeDecoder(NativeModel):
         caches = self.caches_for(0)
         caches.plan.block_size = block_size
         self.library.keep_rows(self.address, ctypes.addressof(caches), ctypes.addressof(structs), len(kept))
-
-
-def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    cosines, sines = rotary(torch.empty(0), torch.arange(length)[None])  # [1, length, D] each, both halves equal
-    half = cosines.shape[-1] // 2
-    if not torch.equal(cosines[..., :half], cosines[..., half:]) or not torch.equal(
-        sines[..., :half], sines[..., half:]
-    ):
-        raise NotImplementedError("a rotary embedding whose halves differ")
-    return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
-
-
-def _weight_groups(model: Any) -> list[list[AnyMatrix]]:
-    """The weights that are packed together."""
-    groups = [group for layer in model.model.layers for group in layer_groups(layer)]
-    return [*groups, [matrix_of(model.lm_head)]]
-
-
-def _unknown(  # noqa: PLR0911
-    model: Any, caches: Caches, windows: Sequence[int | None]
-) -> str | None:
-    """Why a model is not one this decoder computes, or None."""
-    name = type(model).__name__
-    if name not in MODELS or not type(model).__module__.startswith("transformers.models."):
-        return f"{name} is none of {', '.join(sorted(MODELS))}"
-    config = model.config
-    if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act!r}"
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
-        return f"rope_type is {rope.get('rope_type')!r}"
-    layers, kind = model.model.layers, type(model.lm_head)
-    if not len(layers) == len(caches) == len(windows) == config.num_hidden_layers > 0:
-        return f"{len(layers)} layers, {len(caches)} caches and {len(windows)} windows"
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(type(linear) is kind and _is_known(linear) for linear in linears):
-            return "linear layers that are not plain"
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        if any(type(norm).__name__ not in NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
-            return "norms of another kind"
-        if not (_have_one_order(linears[:3]) and _have_one_order(linears[4:6])):
-            return "inputs in several orders"
-        if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
-            return "head sizes"
-    if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in NORMS:
-        return "its output layer"
-    dtype = model.lm_head.weight.dtype
-    if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):
-        return "weights of several dtypes"
-    return _unknown_cache(caches) or _unknown_rotary(model)
-
-
-def _have_one_order(linears: Sequence[nn.Module]) -> bool:
-    """Whether layers that are packed together take their inputs in one order."""
-    orders = [linear.grouped.order for linear in linears if isinstance(linear, GroupedLinear) and linear.grouped]
-    first = orders[0] if orders else None
-    return all(order is first or (order is not None and first is not None and order.equal(first)) for order in orders)
-
-
-def _is_known(linear: nn.Module) -> bool:
-    return isinstance(linear, Int8Linear | GroupedLinear) or (type(linear) is nn.Linear and is_plain(linear))
-
-
-def _unknown_cache(caches: Caches) -> str | None:
-    size, dtype = caches[0][0].shape, caches[0][0].dtype
-    for cache in (cache for pair in caches for cache in pair):
-        if cache.shape != size or cache.dtype != dtype or dtype not in DTYPES or not cache.is_contiguous():
-            return f"a cache of {cache.dtype} {tuple(cache.shape)}"
-        if cache.device.type != "cpu":
-            return f"a cache on {cache.device}"
-    return None
-
-
-def _unknown_rotary(model: Any) -> str | None:
-    try:
-        cosines, _ = _rotary_tables(model.model.rotary_emb, 2)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"its rotary embedding: {error}"
-    head_dim = model.model.layers[0].self_attn.head_dim
-    return None if 2 * cosines.shape[1] == head_dim else f"rotary embeddings of {2 * cosines.shape[1]} of {head_dim}"

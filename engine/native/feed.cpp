@@ -16,8 +16,9 @@ struct Feed {
   int64_t num_logits;      // of the last rows
   int64_t num_states;      // likewise
   const int64_t* parents;  // [num_tokens], or null where the tokens form a chain
+  int64_t slot, base, new_base;  // of recurrent states: engine/recurrent/plan.py
 };
-TANDEM_STRUCT(Feed, blocks, token_ids, num_tokens, length, num_logits, num_states, parents)
+TANDEM_STRUCT(Feed, blocks, token_ids, num_tokens, length, num_logits, num_states, parents, slot, base, new_base)
 
 }  // namespace tandem
 
@@ -39,16 +40,20 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
     has_trees |= feeds[s].parents != nullptr;
     layout.width = std::max(layout.width, layout.blocks_of(feeds[s].length + feeds[s].num_tokens));
   }
-  int64_t *logit_rows = nullptr, *state_rows = nullptr;
+  int64_t *logit_rows = nullptr, *state_rows = nullptr, *state_plan = nullptr;
   const bool has_memory = take_all([&](Take& take) {
     layout.take(take, num_rows, num_feeds, has_trees);
     logit_rows = reinterpret_cast<int64_t*>(take(num_logits * 8));
     state_rows = reinterpret_cast<int64_t*>(take(num_states * 8));
+    state_plan = reinterpret_cast<int64_t*>(take(6 * num_feeds * 8));
   });
   if (!has_memory) return -1;
   int64_t row = 0, wanted = 0, kept = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
-    layout.place(s, feeds[s].blocks, feeds[s].length, 0, feeds[s].num_tokens, row, feeds[s].parents);
+    const Feed& feed = feeds[s];
+    layout.place(s, feed.blocks, feed.length, 0, feed.num_tokens, row, feed.parents);
+    const int64_t of_states[] = {feed.slot, feed.base, feed.length, feed.length + feed.num_tokens, feed.new_base, row};
+    for (int64_t i = 0; i < 6; i++) state_plan[i * num_feeds + s] = of_states[i];
     row += feeds[s].num_tokens;
     for (int64_t i = row - feeds[s].num_logits; i < row; i++) logit_rows[wanted++] = i;
     for (int64_t i = row - feeds[s].num_states; i < row; i++) state_rows[kept++] = i;
@@ -60,5 +65,6 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
   batch.logits = logits;
   batch.state_rows = state_rows;
   batch.num_states = num_states;
+  batch.state_plan = state_plan;
   return forward(*model, batch, threads);
 }

@@ -53,6 +53,7 @@ def feed(
 
     (at, _), (parents_at, _) = tokens.buffer_info(), parents.buffer_info()
     feeds = (CFeed * len(segments))()
+    new_bases = []
     blocks = [segment.sequence.blocks for segment in segments]  # held: the event loop may replace a sequence's own
     for fed, segment, table, (start, parent_start) in zip(feeds, segments, blocks, starts, strict=True):
         fed.blocks = None if segment.sequence.released else table.__array_interface__["data"][0]
@@ -60,6 +61,10 @@ def feed(
         fed.length = segment.sequence.length
         fed.num_logits, fed.num_states = segment.num_logits, segment.num_states
         fed.parents = parents_at + 8 * parent_start if segment.parents else None
+        if (slot := segment.sequence.states) is not None:
+            fed.slot, fed.base = slot.index, slot.base if fed.length else 0
+            fed.new_base = slot.base_after(fed.length, fed.num_tokens)
+            new_bases.append((slot, fed.new_base, fed.length + fed.num_tokens))
     logits = torch.empty(num_logits, decoder.vocab_size)
     caches = decoder.caches_for(longest)
     kept = None
@@ -81,4 +86,6 @@ def feed(
     )
     for segment in segments:
         segment.sequence.length += len(segment.token_ids)
+    for slot, base, end in new_bases:
+        slot.base, slot.end = base, end
     return logits, kept

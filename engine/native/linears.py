@@ -114,6 +114,18 @@ class NativeLinear(PackedLinear):
         return y.view(*x.shape[:-1], packed.out_features)
 
 
+class JoinedLinear(nn.Module):
+    """Packed layers of the same inputs in the place of one: their outputs side by side."""
+
+    def __init__(self, parts: Sequence[NativeLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., the sum of the parts' out_features]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
 class OneDnnLinear(PackedLinear):
     """A linear layer on oneDNN with its weight in oneDNN's blocked layout."""
 

@@ -7,20 +7,14 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
+from engine.mixers import Mixer
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
+from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weight
 from engine.native.library import Memory, NativeLibrary, give_back_freed
-from engine.native.linears import (
-    AnyMatrix,
-    NativeLinear,
-    PackedWeight,
-    group_bytes,
-    matrix_of,
-    pack_group,
-    run_of,
-)
-from engine.native.structs import CLayer
+from engine.native.linears import JoinedLinear, NativeLinear, PackedWeight, group_bytes, pack_group, run_of
+from engine.native.mixer import mixer_fields
+from engine.native.structs import CLayer, CLinear, CMixer
 
 T = TypeVar("T")
 
@@ -28,11 +22,11 @@ T = TypeVar("T")
 class Packing:
     """Packs the layers of one model, and keeps what the native structures point into."""
 
-    def __init__(self, library: NativeLibrary, groups: Sequence[Sequence[AnyMatrix]], num_threads: int) -> None:
-        """``groups`` are the weights that will be packed together."""
+    def __init__(self, library: NativeLibrary, groups: Sequence[LinearGroup], num_threads: int) -> None:
+        """``groups`` are all that will be packed."""
         self.library = library
         self.num_threads = num_threads
-        self.memory = Memory(library, sum(group_bytes(library, group) for group in groups))
+        self.memory = Memory(library, sum(group_bytes(library, group.matrices) for group in groups))
         self.kept: list[Any] = []
         self.prefetch = Prefetch()
         self._linears: list[NativeLinear] = []
@@ -54,81 +48,79 @@ class Packing:
         """The address of an array of layers."""
         return ctypes.addressof(self.keep((CLayer * len(structures))(*structures)))
 
-    def layer(self, layer: Any, window: int | None) -> CLayer:
-        """A decoder layer with transformers' names; norms it has not are left out."""
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = self.linears(attention, ["q_proj", "k_proj", "v_proj"])
-        output, output_bias = self.linears(attention, ["o_proj"])
-        gate_up, gate_up_bias = self.linears(mlp, ["gate_proj", "up_proj"], interleave=True)
-        down, down_bias = self.linears(mlp, ["down_proj"])
-        return CLayer(
-            input_norm=self.norm(layer, "input_layernorm"),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
-            query_norm=self.norm(attention, "q_norm"),
-            key_norm=self.norm(attention, "k_norm"),
-            output=output,
-            output_bias=output_bias,
-            post_norm=self.norm(layer, "post_attention_layernorm"),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=down,
-            down_bias=down_bias,
+    def layer(self, parts: LayerParts, window: int | None = None, mixer: Mixer | None = None) -> CLayer:
+        """A layer; ``mixer`` has the states of its recurrent part. Norms it has not are left out."""
+        names, groups = parts.names, parts.groups
+        starts = self._starts(groups["in"]) if mixer is not None else []
+        linears = {name: self.linear(group) for name, group in groups.items()}
+        own = CLayer(
+            input_norm=self.norm(parts.layer, names.input_norm),
+            query_norm=self.norm(parts.attention, names.query_norm),
+            key_norm=self.norm(parts.attention, names.key_norm),
+            post_norm=self.norm(parts.layer, names.post_norm),
             window=window or 0,
+            **{name: linear for name, linear in linears.items() if name not in {"in", "out"}},
         )
+        if mixer is not None:
+            fields = mixer_fields(mixer, starts)
+            addresses = {name: self.floats(part) for name, part in fields.floats.items() if part is not None}
+            struct = CMixer(linears["in"], linears["out"], **addresses, **fields.numbers)
+            own.mixer = ctypes.addressof(self.keep(struct))
+        return own
 
-    def linears(self, parent: nn.Module, names: Sequence[str], *, interleave: bool = False) -> tuple[int, int | None]:
-        """Replace a module's linear layers by packed ones in one group; addresses of weights and biases."""
-        layers: list[Any] = [getattr(parent, name) for name in names]
-        packed = pack_group(
-            self.library, self.memory, [matrix_of(layer) for layer in layers], self.num_threads, interleave=interleave
-        )
-        biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
+    def linear(self, group: LinearGroup) -> CLinear:
+        """Replace a module's linear layers by packed ones in one group."""
+        layers, matrices = group.layers, group.matrices
+        packed = pack_group(self.library, self.memory, matrices, self.num_threads, interleave=group.interleave)
+        biases = [part for layer in layers for part in _parts(layer.bias, len(packed) // len(layers))]
+        scales = group.scales or [1.0] * len(packed)
         self._runs.append(run_of(packed))
-        for name, weight, layer in zip(names, packed, layers, strict=True):
-            linear = NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads)
-            self._linears.append(linear)
-            setattr(parent, name, linear)
-        del layers, layer
+        natives = [
+            NativeLinear(weight, layers[0].weight.dtype, bias, self.num_threads)
+            for weight, bias in zip(packed, biases, strict=True)
+        ]
+        self._linears += natives
+        replaced = natives if len(natives) == len(layers) else [JoinedLinear(natives)]
+        for name, linear in zip(group.names, replaced, strict=True):
+            setattr(group.parent, name, linear)
+        del layers, matrices
         give_back_freed(sum(weight.num_bytes for weight in packed))
         self.keep(packed)
-        if all(bias is None for bias in biases):
-            return packed[0].address, None
-        columns = [
-            torch.zeros(self._panels(weight), self.library.panel) if bias is None else bias
-            for bias, weight in zip(biases, packed, strict=True)
-        ]
-        together = torch.stack(columns, 1) if interleave else torch.cat(columns)
-        return packed[0].address, self.floats(together)
+        return CLinear(
+            packed[0].address,
+            self._columns(packed, [0.0 if bias is None else bias for bias in biases], 0.0, group),
+            self._columns(packed, scales, 1.0, group),
+        )
 
-    def norm(self, parent: nn.Module, name: str) -> int | None:
+    def norm(self, parent: Any, name: str) -> int | None:
         """The address of a norm's weight, where the module has that norm."""
         norm = getattr(parent, name, None)
-        return None if norm is None else self.floats(norm.weight)
+        return None if norm is None else self.floats(norm_weight(norm))
 
     def floats(self, values: torch.Tensor) -> int:
         """The address of a float32 copy that is kept."""
         return self.keep(values.detach().to(torch.float32, copy=True).contiguous()).data_ptr()
 
-    def _panels(self, weight: PackedWeight) -> int:
-        return -(-weight.out_features // self.library.panel)
+    def _starts(self, group: LinearGroup) -> list[int]:
+        """The columns at which the layers of a group begin, and where the last one ends."""
+        starts = [0]
+        for matrix in group.matrices:
+            starts.append(starts[-1] + -(-matrix.out_features // self.library.panel) * self.library.panel)
+        return starts
 
-    def _padded_bias(self, layer: Any, weight: PackedWeight) -> torch.Tensor | None:
-        """A bias as float32 [panels, columns of a panel]."""
-        if layer.bias is None:
+    def _columns(
+        self, packed: Sequence[PackedWeight], values: Sequence[Scale], usual: float, group: LinearGroup
+    ) -> int | None:
+        """The address of a number for every packed column; None where all are as usual."""
+        if all(not isinstance(value, torch.Tensor) and value == usual for value in values):
             return None
-        padded = torch.zeros(self._panels(weight) * self.library.panel)
-        padded[: weight.out_features] = layer.bias.detach()
-        return padded.view(-1, self.library.panel)
+        columns = []
+        for weight, value in zip(packed, values, strict=True):
+            column = torch.full((-(-weight.out_features // self.library.panel), self.library.panel), usual)
+            column.view(-1)[: weight.out_features] = value
+            columns.append(column)
+        return self.floats(torch.stack(columns, 1) if group.interleave else torch.cat(columns))
 
 
-def layer_groups(layer: Any) -> list[list[AnyMatrix]]:
-    """The weights of a layer that :meth:`Packing.layer` packs together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-    return [[matrix_of(linear) for linear in group] for group in groups]
+def _parts(bias: torch.Tensor | None, count: int) -> Sequence[torch.Tensor | None]:
+    return [None] * count if bias is None else bias.detach().chunk(count)

@@ -1,4 +1,4 @@
-"""Products with a weight that a module reads itself, by the packed kernels: a row is the same in any company."""
+"""Products with weights that modules read themselves, by the packed kernels: a row is the same in any company."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def knows(weight: object, columns: object) -> bool:
 
 def multiply(weight: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """[N, K] @ [1, K, T], to [1, N, T]."""
+    rows = apply(columns[0].t().contiguous(), weight)
+    return rows.t()[None]
+
+
+def knows_rows(rows: object, weight: object, bias: object = None) -> bool:
+    """Whether a linear function, such as a router's, is of a weight [N, K] and rows [..., K] of a pass on a CPU."""
+    if not isinstance(weight, torch.nn.Parameter) or not isinstance(rows, torch.Tensor) or bias is not None:
+        return False
+    is_on_cpu = weight.device.type == rows.device.type == "cpu"
+    fits = weight.dim() == 2 and rows.shape[-1] == weight.shape[1]
+    return is_on_cpu and fits and weight.dtype == rows.dtype and weight.dtype in DTYPES
+
+
+def apply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows [..., K] to [..., N]."""
     if weight not in _packed:
         library = load()
         if library is None:
@@ -34,5 +49,5 @@ def multiply(weight: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
             memory = Memory(library, group_bytes(library, [matrix]))
             (packed,) = pack_group(library, memory, [matrix], threads)
             _packed[weight] = NativeLinear(packed, weight.dtype, None, threads)
-    rows: torch.Tensor = _packed[weight](columns[0].t().contiguous())
-    return rows.t()[None]
+    out: torch.Tensor = _packed[weight](rows)
+    return out

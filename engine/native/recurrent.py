@@ -5,7 +5,7 @@ A row's result is the same to the bit whatever other rows stand in the batch and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -80,28 +80,10 @@ def delta_rule(
 ) -> torch.Tensor:
     """A pass of :class:`engine.recurrent.delta_rule.DeltaRule`; its outputs, float32 [T, HV, V]."""
     query, key, value, log_decay = (_dense(part) for part in (query, key, value, log_decay))
-    beta = beta.float().contiguous()
-    heads, value_dim = value.shape[1:]
+    inputs = (query, key, value, log_decay, beta.float().contiguous(), _strides(query, key, value, log_decay))
+    sizes = (key.shape[1], *value.shape[1:2], key.shape[2], value.shape[2], log_decay.dim() == 3, is_normalised)
     out = value.new_empty(value.shape)
-    strides = _strides(query, key, value, log_decay)
-    failed = _library().delta_rule(
-        *(part.data_ptr() for part in (query, key, value, log_decay, beta, strides)),
-        key.shape[1],
-        heads,
-        key.shape[2],
-        value_dim,
-        log_decay.dim() == 3,
-        is_normalised,
-        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("key", "delta", "decay")))),
-        plan.numbers.data_ptr(),
-        len(plan.slots),
-        NUM_RECORDS,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("working memory for recurrent states")
-    return out
+    return _run(_library().delta_rule, inputs, sizes, cache, ("key", "delta", "decay"), plan=plan, out=out)
 
 
 def mamba2(
@@ -117,28 +99,9 @@ def mamba2(
 ) -> torch.Tensor:
     """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
     inputs, b, c = _dense(inputs), _dense(b), _dense(c)
-    steps, a = steps.float().contiguous(), a.float().contiguous()
-    d = None if d is None else d.float().contiguous()
-    heads, dim = inputs.shape[1:]
-    out = inputs.new_empty(inputs.shape)
-    strides = _strides(inputs, b, c)
-    failed = _library().mamba2(
-        *(part.data_ptr() for part in (inputs, b, c, steps, a)),
-        None if d is None else d.data_ptr(),
-        strides.data_ptr(),
-        heads,
-        dim,
-        *b.shape[1:],
-        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("input", "b", "decay")))),
-        plan.numbers.data_ptr(),
-        len(plan.slots),
-        NUM_RECORDS,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("working memory for recurrent states")
-    return out
+    rows = (inputs, b, c, *_floats(steps, a, d), _strides(inputs, b, c))
+    sizes, out = (*inputs.shape[1:], *b.shape[1:]), inputs.new_empty(inputs.shape)
+    return _run(_library().mamba2, rows, sizes, cache, ("input", "b", "decay"), plan=plan, out=out)
 
 
 def mamba(
@@ -153,14 +116,26 @@ def mamba(
     d: torch.Tensor | None,
 ) -> torch.Tensor:
     """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
-    inputs, steps, a, b, c = (part.float().contiguous() for part in (inputs, steps, a, b, c))
-    d = None if d is None else d.float().contiguous()
-    out = torch.empty_like(inputs)
-    failed = _library().mamba(
-        *(part.data_ptr() for part in (inputs, steps, b, c, a)),
-        None if d is None else d.data_ptr(),
-        *a.shape,
-        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("step", "input", "b")))),
+    rows = _floats(inputs, steps, b, c, a, d)
+    out = torch.empty(inputs.shape)
+    return _run(_library().mamba, rows, a.shape, cache, ("step", "input", "b"), plan=plan, out=out)
+
+
+def _run(
+    kernel: Callable[..., int],
+    rows: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    cache: StateCache,
+    records: Sequence[str],
+    *,
+    plan: StatePlan,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Call a kernel of recurrent.cpp, whose arguments all begin and end alike; ``out``."""
+    failed = kernel(
+        *(None if part is None else part.data_ptr() for part in rows),
+        *sizes,
+        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in records))),
         plan.numbers.data_ptr(),
         len(plan.slots),
         NUM_RECORDS,
@@ -170,6 +145,11 @@ def mamba(
     if failed:
         raise MemoryError("working memory for recurrent states")
     return out
+
+
+def _floats(*parts: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Float32 without gaps."""
+    return [None if part is None else part.float().contiguous() for part in parts]
 
 
 def _dense(part: torch.Tensor) -> torch.Tensor:

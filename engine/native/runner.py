@@ -46,15 +46,16 @@ class NativeRunner(Runner):
 
     def run(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> Results:
         """A pass over a batch of tensors."""
+        state_plan = None if batch.states is None else batch.states.numbers
         if not layers:
-            return self.decoder.forward(batch.input_ids, batch.plan, batch.logit_rows), None
+            return self.decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, state_plan=state_plan), None
         states = torch.empty(len(rows), len(layers), self.decoder.hidden_size, dtype=STATE_DTYPE)
         asked = torch.tensor(rows, dtype=torch.int64), torch.tensor(layers), states
-        return self.decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked), states
+        return self.decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked, state_plan), states
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain] | None:
-        """In one call where the kernels know what every job asks of sampling."""
-        if not all(knows(job.state) for job in jobs):
+        """In one call where the kernels know what every job asks of sampling, and no layer is recurrent."""
+        if self.decoder.is_recurrent or not all(knows(job.state) for job in jobs):
             return None
         size, limit = self.limits["block_size"], self.limits["max_model_len"]
         return chains.draft_chains(self.decoder, jobs, stop, block_size=size, max_model_len=limit)

@@ -99,22 +99,46 @@ class CGroupedSource(ctypes.Structure):
         )
 
 
+class CLinear(ctypes.Structure):
+    """Packed linear layers: decoder.h."""
+
+    _fields_ = (
+        ("weight", _Pointer),
+        ("bias", _Pointer),
+        ("scale", _Pointer),
+    )
+
+
+class CMixer(ctypes.Structure):
+    """The recurrent part of a layer: decoder.h."""
+
+    _fields_ = (
+        ("input", CLinear),
+        ("output", CLinear),
+        *((name, _Pointer) for name in ("taps", "taps_bias", "rates", "time_bias", "skip", "norm")),
+        *((name, _Pointer) for name in ("rings", "state", "keys", "values", "decays")),
+        *((name, _Int64) for name in ("width", "channels", "num_taps", "ring_size", "num_records")),
+        *((name, _Int64) for name in ("conv_at", "gate_at", "time_at", "factor_at")),
+        *((name, _Int64) for name in ("key_heads", "heads", "key_dim", "value_dim", "norm_groups")),
+        ("shortest", ctypes.c_float),
+        ("longest", ctypes.c_float),
+        ("kind", _Int32),
+    )
+
+
 class CLayer(ctypes.Structure):
-    """Weights of a transformer layer: decoder.h."""
+    """A layer: decoder.h."""
 
     _fields_ = (
         ("input_norm", _Pointer),
-        ("qkv", _Pointer),
-        ("qkv_bias", _Pointer),
+        ("qkv", CLinear),
         ("query_norm", _Pointer),
         ("key_norm", _Pointer),
-        ("output", _Pointer),
-        ("output_bias", _Pointer),
+        ("output", CLinear),
+        ("mixer", _Pointer),
         ("post_norm", _Pointer),
-        ("gate_up", _Pointer),
-        ("gate_up_bias", _Pointer),
-        ("down", _Pointer),
-        ("down_bias", _Pointer),
+        ("gate_up", CLinear),
+        ("down", CLinear),
         ("window", _Int64),
     )
 
@@ -123,8 +147,7 @@ class CHead(ctypes.Structure):
     """Weights of a draft head beside its layer: decoder.h."""
 
     _fields_ = (
-        ("fuse", _Pointer),
-        ("fuse_bias", _Pointer),
+        ("fuse", CLinear),
         ("feature_norm", _Pointer),
         ("embedding_norm", _Pointer),
         ("state_norm", _Pointer),
@@ -143,8 +166,7 @@ class CModel(ctypes.Structure):
         ("layers", _Pointer),
         ("embedding", _Pointer),
         ("final_norm", _Pointer),
-        ("lm_head", _Pointer),
-        ("lm_head_bias", _Pointer),
+        ("lm_head", CLinear),
         ("head", _Pointer),
         ("target_ids", _Pointer),
         ("num_layers", _Int64),
@@ -155,8 +177,12 @@ class CModel(ctypes.Structure):
         ("heads", _Int64),
         ("kv_heads", _Int64),
         ("head_dim", _Int64),
+        ("rotary_dim", _Int64),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
+        ("gates_heads", _Int32),
+        ("gates_mlp", _Int32),
         ("weight_dtype", _Int32),
         ("embedding_dtype", _Int32),
         ("cache_dtype", _Int32),
@@ -173,6 +199,7 @@ class CBatch(ctypes.Structure):
         ("logit_rows", _Pointer),
         ("num_logits", _Int64),
         ("plan", CPlan),
+        ("state_plan", _Pointer),
         ("k_caches", _Pointer),
         ("v_caches", _Pointer),
         ("cosines", _Pointer),
@@ -201,6 +228,9 @@ class CFeed(ctypes.Structure):
         ("num_logits", _Int64),
         ("num_states", _Int64),
         ("parents", _Pointer),
+        ("slot", _Int64),
+        ("base", _Int64),
+        ("new_base", _Int64),
     )
 
 
@@ -398,6 +428,8 @@ STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Plan": CPlan,
     "AttentionShape": CAttentionShape,
     "GroupedSource": CGroupedSource,
+    "Linear": CLinear,
+    "Mixer": CMixer,
     "Layer": CLayer,
     "Head": CHead,
     "Model": CModel,

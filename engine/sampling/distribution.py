@@ -62,7 +62,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Limits:
+class RowLimits:
     """Temperatures and bounds of R rows on their device, [R, 1] each; None: no row has that bound."""
 
     #: float64.
@@ -77,7 +77,7 @@ class Limits:
     mass_is_seen: bool = False
 
     @classmethod
-    def of(cls, rows: Rows, width: int, num_tokens: int, device: torch.device) -> Limits:
+    def of(cls, rows: Rows, width: int, num_tokens: int, device: torch.device) -> RowLimits:
         """Those of rows of which ``width`` tokens are looked at."""
         params = [state.params for state in rows.states]
 
@@ -113,7 +113,7 @@ def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribu
     few = max(NUM_CANDIDATES, most + 1)
     if exact or width <= few or not all(state.truncates for state in rows.states):
         return head(logits, rows, width)
-    return of_candidates(logits, Limits.of(rows, few, logits.shape[1], logits.device), few)
+    return of_candidates(logits, RowLimits.of(rows, few, logits.shape[1], logits.device), few)
 
 
 def untruncated(logits: Tensor, temperature: Tensor) -> Distribution:
@@ -127,7 +127,7 @@ def _counts_survivors(logits: Tensor) -> bool:
     return logits.device.type == "cpu"
 
 
-def of_candidates(logits: Tensor, limits: Limits, width: int) -> Distribution:
+def of_candidates(logits: Tensor, limits: RowLimits, width: int) -> Distribution:
     """:func:`head` without the order of all tokens: ``topk`` chooses among equal logits as it likes, so the row is
     complete if none of those that equal the last of the head survives.
     """
@@ -162,10 +162,10 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
     logits the lower ids); then top-p keeps the smallest set of what is left that holds this share of its mass.
     """
     width = min(width, logits.shape[1])
-    return _survivors(logits, *_largest(logits, width), Limits.of(rows, width, logits.shape[1], logits.device))
+    return _survivors(logits, *_largest(logits, width), RowLimits.of(rows, width, logits.shape[1], logits.device))
 
 
-def _survivors(logits: Tensor, values: Tensor, ids: Tensor, limits: Limits) -> Distribution:
+def _survivors(logits: Tensor, values: Tensor, ids: Tensor, limits: RowLimits) -> Distribution:
     """Those of the most likely tokens [R, W], in order."""
     num_tokens, width = logits.shape[1], values.shape[1]
     top = logits.amax(-1, keepdim=True)  # [R, 1]; not the first of the head, which may hide a NaN

@@ -55,6 +55,13 @@ class ClientUsage:
     num_sequences: int = 0
     requests: MinuteBudget = field(default_factory=MinuteBudget)
     tokens: MinuteBudget = field(default_factory=MinuteBudget)
+    #: Drafted tokens of its attachments that the target rejected.
+    rejected: MinuteBudget = field(default_factory=MinuteBudget)
+
+    @property
+    def budgets(self) -> tuple[MinuteBudget, ...]:
+        """What it uses by the minute."""
+        return self.requests, self.tokens, self.rejected
 
 
 @dataclass(slots=True)
@@ -85,9 +92,9 @@ class Clients:
             InvalidRequest: the client may never have so many sequences.
             Overloaded: a limit of the client is reached.
         """
-        usage, limits = self._usage_of(caller), caller.limits
+        usage, limits = self.usage_of(caller), caller.limits
         if (most := limits.max_client_requests) is not None and usage.num_requests >= most:
-            self._refuse(caller, "max_client_requests", f"{usage.num_requests} requests of {most} are in progress")
+            self.refuse(caller, "max_client_requests", f"{usage.num_requests} requests of {most} are in progress")
         most = limits.max_client_sequences
         if most is not None and num_sequences > most:
             self._on_refusal(caller, "max_client_sequences")
@@ -98,11 +105,11 @@ class Clients:
             )
         if most is not None and usage.num_sequences + num_sequences > most:
             text = f"{usage.num_sequences} sequences of {most} are in progress, and this request has {num_sequences}"
-            self._refuse(caller, "max_client_sequences", text)
+            self.refuse(caller, "max_client_sequences", text)
         if (most := limits.client_requests_per_minute) is not None:
             wait_s = usage.requests.take(1, most, time.monotonic())
             if wait_s:
-                self._refuse(caller, "client_requests_per_minute", f"{most} requests a minute are allowed", wait_s)
+                self.refuse(caller, "client_requests_per_minute", f"{most} requests a minute are allowed", wait_s)
         usage.num_requests += 1
         usage.num_sequences += num_sequences
         try:
@@ -122,27 +129,29 @@ class Clients:
         if (most := caller.limits.client_tokens_per_minute) is None:
             yield count
             return
-        budget = self._usage_of(caller).tokens
+        budget = self.usage_of(caller).tokens
         if wait_s := budget.take(num_tokens, most, time.monotonic()):
             text = f"{most} tokens a minute are allowed, and this request may need {num_tokens}"
-            self._refuse(caller, "client_tokens_per_minute", text, wait_s)
+            self.refuse(caller, "client_tokens_per_minute", text, wait_s)
         try:
             yield count
         finally:
             budget.give_back(num_tokens - count.num_used)
 
-    def _refuse(self, caller: Caller, limit: str, text: str, wait_s: float = 1.0) -> NoReturn:
+    def refuse(self, caller: Caller, limit: str, text: str, wait_s: float = 1.0) -> NoReturn:
+        """Refuse what a client asks for: a limit is reached."""
         self._on_refusal(caller, limit)
         raise Overloaded(f"{limit} of {_who(caller)} is reached: {text}; try again later", retry_after_s=wait_s)
 
-    def _usage_of(self, caller: Caller) -> ClientUsage:
+    def usage_of(self, caller: Caller) -> ClientUsage:
+        """What a client uses now."""
         if caller.client not in self._usage:
             if len(self._usage) % FORGET_EVERY == FORGET_EVERY - 1:
                 now_s = time.monotonic()
                 self._usage = {
                     client: usage
                     for client, usage in self._usage.items()
-                    if usage.num_requests or not (usage.requests.is_full(now_s) and usage.tokens.is_full(now_s))
+                    if usage.num_requests or not all(budget.is_full(now_s) for budget in usage.budgets)
                 }
             self._usage[caller.client] = ClientUsage()
         return self._usage[caller.client]

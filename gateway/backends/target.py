@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import grpc.aio
 
 from gateway.backends.info import ModelServer
 from specdec import codec
+from specdec.backends import DraftRelay, RelayedDraft
 from specdec.direct_draft import DirectDraftSession
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.rpc.session_stream import MessageStream
 from specdec.rpc.status import rebuild_error
 from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 
 
@@ -63,6 +66,8 @@ class GrpcTargetSession:
         self._states = states
         #: The draft that the target asks.
         self._draft: DirectDraftSession | None = None
+        #: The drafts that it asks through this stream, by the epochs of their sessions.
+        self._relayed: dict[int, RelayedDraft] = {}
         self.opened = opened
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
@@ -80,9 +85,13 @@ class GrpcTargetSession:
         message = pb.MultiStepDecode(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
         self._stream.post(pb.VerifyRequest(multi_step_decode=message))
 
-    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession:
+    async def open_draft(
+        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
+    ) -> DirectDraftSession:
         """See :class:`specdec.backends.DraftOpener`."""
         self._draft = draft = DirectDraftSession(spec.epoch, self._post_length)
+        if relay is not None:
+            self._relayed[spec.epoch] = relay.open_relayed(partial(self._pass_answer, spec.epoch))
         message = pb.OpenDraft(
             epoch=self._epoch,
             address=address,
@@ -98,6 +107,18 @@ class GrpcTargetSession:
         message = pb.DraftLength(epoch=self._epoch, num_draft_tokens=num_draft_tokens)
         self._stream.post(pb.VerifyRequest(draft_length=message))
 
+    def _pass_answer(self, epoch: int, answer: draft_pb.RelayedResponse) -> None:
+        answer.session = epoch
+        self._stream.post(pb.VerifyRequest(relayed=answer))
+
+    def _pass_question(self, message: draft_pb.RelayedRequest) -> None:
+        if (draft := self._relayed.get(message.session)) is None:
+            return
+        if message.HasField("request"):
+            draft.post(message.request)
+        else:
+            self._relayed.pop(message.session).close()
+
     async def receive(self) -> Verdict:
         """The next verdict; those of another epoch are stale and dropped."""
         while True:
@@ -108,16 +129,22 @@ class GrpcTargetSession:
             elif self._draft is not None and kind == "draft_lost":
                 lost = answer.draft_lost
                 self._draft.lose(lost.epoch, rebuild_error(lost.code, lost.text, {}))
+            elif kind == "relayed":
+                self._pass_question(answer.relayed)
             elif kind == "hidden_states":
                 self._states.add(codec.decode_verdict_states(answer.hidden_states))
             elif kind == "verdict" and answer.verdict.epoch == self._epoch:
                 verdict = codec.decode_verdict(answer.verdict)
+                for relayed in self._relayed.values():
+                    relayed.note(verdict)
                 if earlier := self._states.take():
                     verdict = replace(verdict, hidden_states=(*earlier, *verdict.hidden_states))
                 return verdict
 
     async def close(self) -> None:
         """Release the cache. Idempotent."""
+        while self._relayed:
+            self._relayed.popitem()[1].close()
         if self._draft is not None:
             self._draft.end()
         await self._stream.close()

@@ -24,7 +24,7 @@ from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
 from gateway.placement.routing import HiddenStateSpec, Replica
-from specdec.backends import DraftBackend, TargetBackend
+from specdec.backends import DraftBackend, DraftRelay, TargetBackend
 from specdec.direct_draft import DirectDraftSession
 from specdec.errors import (
     Cancelled,
@@ -62,6 +62,7 @@ class Decoding:
         self._is_engine = settings.has_engines
         self._state = RequestState(request)
         self._drafters = request.drafters or context.drafters
+        self._draft_router = request.attached or context.router
         self._target = TargetClient(
             context.router,
             self._state,
@@ -70,7 +71,7 @@ class Decoding:
             wait_s=settings.target_wait_s,
         )
         self._draft = DraftClient(
-            context.router,
+            self._draft_router,
             self._state,
             self.metrics,
             method=self._drafters.service,
@@ -101,7 +102,7 @@ class Decoding:
         asks_for_one_token = request.params.max_tokens == 1
         if self._is_engine:
             return PlainReason.ENGINE
-        if not (drafters.service or drafters.lookups or len(self._context.router.drafts) or request.prediction):
+        if not (drafters.service or drafters.lookups or len(self._draft_router.drafts) or request.prediction):
             return PlainReason.NO_DRAFT
         if request.num_speculative_tokens == 0 and not asks_for_one_token:
             return PlainReason.OFF
@@ -199,6 +200,8 @@ class Decoding:
         gateway asks both.
         """
         target, settings = self._replica, self._context.settings
+        if isinstance(replica.backend, DraftRelay):
+            return await self._target.open_draft("", spec, settings.draft_timeout_s, replica.backend)
         if self._lookup.is_on or target is None or not _is_local(target):
             return None
         if settings.backend_tls and not _is_local(replica):

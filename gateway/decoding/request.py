@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from gateway.access.caller import Caller
 from gateway.decoding.drafters import Drafters
+from gateway.placement.routing import Router
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.tracing.headers import TraceHeaders
@@ -28,6 +29,8 @@ class DecodingRequest:
     num_speculative_tokens: int = 0
     #: What drafts; None: what the gateway is configured with.
     drafters: Drafters | None = None
+    #: With the draft that its client brings, in place of those of the gateway; None: it brings none.
+    attached: Router | None = None
     #: Tokens that lookups draft in a round at most; None: as many.
     num_looked_up_tokens: int | None = None
     #: What the client expects the text to be; empty: nothing.

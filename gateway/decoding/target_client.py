@@ -13,7 +13,7 @@ from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
 from gateway.decoding.round import AskedRound, DirectRound, RoundRequest
 from gateway.placement.routing import HiddenStateSpec, Replica, Router
-from specdec.backends import DraftOpener, TargetBackend, TargetSession
+from specdec.backends import DraftOpener, DraftRelay, TargetBackend, TargetSession
 from specdec.backoff import backoff_s
 from specdec.direct_draft import DirectDraftSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
@@ -120,9 +120,11 @@ class TargetClient:
         self._first_session = self._first_session or session
         return first
 
-    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession | None:
-        """Have the target open the session of a draft, which it asks itself then; None where it cannot. Waits for a
-        session of the target's own.
+    async def open_draft(
+        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
+    ) -> DirectDraftSession | None:
+        """Have the target open the session of a draft, at an address or behind ``relay``, which it asks itself then;
+        None where it cannot. Waits for a session of the target's own.
 
         Raises:
             TandemError: the draft cannot be opened.
@@ -132,10 +134,12 @@ class TargetClient:
         session = self._open_session
         opened = session.opened
         asks = opened.asks_drafts if address.startswith("unix:") else opened.asks_remote_drafts
+        if relay is not None:
+            asks = opened.asks_relayed_drafts
         if not asks or not isinstance(session, DraftOpener):
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
-            draft = await session.open_draft(address, spec, timeout_s)
+            draft = await session.open_draft(address, spec, timeout_s, relay)
         self._num_direct = draft.opened.num_speculative_tokens
         return draft
 

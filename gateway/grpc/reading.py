@@ -132,6 +132,7 @@ def _read_request(text: TextProcessor, message: pb.GenerateRequest, model: Model
         rule=codec.decode_rule(speculation.verification),
         num_speculative_tokens=k,
         method=speculation.method,
+        attachment=speculation.attachment,
         session_id=message.session_id,
         cache_salt=message.cache_salt,
         prediction=message.prediction,

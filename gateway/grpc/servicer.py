@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from gateway.access.caller import current_caller
 from gateway.generation import SMALL_REQUEST, Generation
+from gateway.grpc.attaching import serve_attachment
 from gateway.grpc.reading import GenerateCall, read_detokenize, read_generate, read_tokenize
 from gateway.requests.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText
 from gateway.text.processor import TextProcessor
 from specdec import codec
 from specdec.errors import InvalidRequest
+from specdec.rpc.call import Call
 from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
@@ -63,6 +65,12 @@ class GenerationServicer:
     async def Detokenize(self, raw: bytes, context: Context) -> bytes:
         """Token ids to text: a ``DetokenizeRequest`` to a ``DetokenizeResponse``."""
         return await self._answer(read_detokenize, raw)
+
+    async def AttachDraft(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """Serve a draft that its client brings for its own requests."""
+        if self._generation.settings.has_engines:
+            raise InvalidRequest("the engines behind this gateway draft by themselves; attach elsewhere")
+        await serve_attachment(self._generation.attachments, cast("Call", context))
 
     async def ListModels(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
         """The served names and what is behind them."""
@@ -120,6 +128,9 @@ def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None
         ),
         "Tokenize": unary(servicer.Tokenize),
         "Detokenize": unary(servicer.Detokenize),
+        "AttachDraft": grpc.stream_stream_rpc_method_handler(
+            servicer.AttachDraft, response_serializer=pb.AttachDraftResponse.SerializeToString
+        ),
         "ListModels": unary(servicer.ListModels, response_serializer=pb.ListModelsResponse.SerializeToString),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

@@ -27,6 +27,8 @@ TRIAL_PAUSE_TOKENS: Final = 512
 TRIAL_WINDOWS: Final = 8
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after some bad texts.
 RECENT_TEXTS: Final = 12
+#: Methods whose prices are kept: clients that bring a draft have one each.
+MAX_DRAFTERS: Final = 64
 
 
 class TargetPacer:
@@ -43,9 +45,11 @@ class TargetPacer:
 
     def drafter_pacer(self, drafter: str = "") -> DrafterPacer:
         """What the sessions that draft by one method have in common: the cost of one method says nothing of another."""
-        if drafter not in self._drafters:
-            self._drafters[drafter] = DrafterPacer(self)
-        return self._drafters[drafter]
+        pacer = self._drafters.pop(drafter, None) or DrafterPacer(self)
+        self._drafters[drafter] = pacer  # the newest is the last one
+        if len(self._drafters) > MAX_DRAFTERS:
+            del self._drafters[next(iter(self._drafters))]
+        return pacer
 
 
 class DrafterPacer:

@@ -38,6 +38,7 @@ def check_request(request: GenerationRequest, limits: RequestLimits, model: Mode
     """
     check_name("session_id", request.session_id)
     check_name("prompt_cache_key", request.prompt_cache_key)
+    check_name("attachment", request.attachment)
     check_name("cache_salt", request.cache_salt)
     check_name("request_id", request.request_id)
     check_params(request.params, limits, model)

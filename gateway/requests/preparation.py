@@ -9,7 +9,9 @@ from dataclasses import replace
 from gateway.access.caller import current_caller
 from gateway.access.session_hint import current_session_hint
 from gateway.access.trace_context import current_trace_context
+from gateway.decoding.drafters import Drafters
 from gateway.decoding.request import DecodingRequest
+from gateway.placement.routing import Router
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.engine_requests import check_for_engines, is_resumable
 from gateway.requests.limits import check_length
@@ -51,8 +53,10 @@ class Preparation:
         model: ModelInfo,
         *,
         deadline: float | None,
+        attached: Router | None = None,
     ) -> list[DecodingRequest]:
-        """One decoding request per sample. ``prediction``: that of the request as token ids.
+        """One decoding request per sample. ``prediction``: that of the request as token ids; ``attached``: with the
+        draft that its client brings, which drafts where there is no prediction.
 
         Raises:
             InvalidRequest: a value is impossible for this model.
@@ -64,6 +68,8 @@ class Preparation:
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)
         method = self._methods.choose(request.method)
+        if request.method and request.attachment:
+            raise InvalidRequest("method and attachment both name what drafts; give one", param="attachment")
         _check_num_speculative_tokens(request)
         # A round commits one token of the target's own besides.
         most = (fixed.max_tokens or 1) - 1
@@ -72,6 +78,8 @@ class Preparation:
         k = min(most, method.num_speculative_tokens)
         if not self._may_predict(request, rule, k):
             prediction = ()
+        if prediction:
+            attached = None
         # Below the name of the caller's key, which has no slash.
         name = request.session_id or current_session_hint() or request.prompt_cache_key
         session_id = f"{caller.key}/{name}" if name else None
@@ -81,7 +89,8 @@ class Preparation:
                 params=fixed if index == 0 else _sample_params(fixed, index),
                 rule=rule,
                 num_speculative_tokens=k,
-                drafters=method.drafters,
+                drafters=method.drafters if attached is None else Drafters(),
+                attached=attached,
                 num_looked_up_tokens=min(most, method.num_looked_up_tokens),
                 prediction=prediction,
                 num_predicted_tokens=MAX_SPECULATIVE_TOKENS if prediction else 0,
@@ -108,7 +117,8 @@ class Preparation:
     def _rule(self, request: GenerationRequest) -> Rule | None:
         """The rule of a request; None leaves it to the target. A ratio rule believes the q that a draft sends."""
         rule = request.rule or (self._settings.verification if request.params.seed is None else SEEDED_RULE)
-        if self._settings.untrusted_drafts and not (rule is not None and rule.is_draft_invariant):
+        is_untrusted = self._settings.untrusted_drafts or bool(request.attachment)
+        if is_untrusted and not (rule is not None and rule.is_draft_invariant):
             return SEEDED_RULE
         return rule
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from gateway.requests.limits import check_length, check_text
@@ -43,3 +45,8 @@ def encode_prediction(processor: TextProcessor, text: str, model: ModelInfo) -> 
         return []
     check_text(text, processor.settings, model, param="prediction")
     return processor.encode(text, add_special_tokens=False)[: model.max_model_len]
+
+
+def read_prediction(processor: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> Sequence[int]:
+    """The same for a text on its own, as workers read it."""
+    return array("I", encode_prediction(processor, raw.decode(), model))

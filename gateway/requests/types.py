@@ -31,6 +31,8 @@ class GenerationRequest:
     num_speculative_tokens: int | None = None
     #: Method of drafting, of two "a+b"; empty means what the gateway is configured with.
     method: str = ""
+    #: Token of the client's attachment that drafts, while it is there; empty: none.
+    attachment: str = ""
     #: What the text is expected to be, as text or token ids: it is drafted. Empty means nothing is expected.
     prediction: str | Sequence[int] = ""
     #: Name of a conversation: its requests go to the same target and draft; empty means none.

@@ -23,6 +23,11 @@ class StreamWriter(Generic[M]):
         #: Why a message could not be written; nothing is written after it.
         self.failure: Exception | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """Messages that have not left."""
+        return len(self._waiting)
+
     def post(self, message: M) -> None:
         """Send a message; dropped where an earlier one failed."""
         if self.failure is None:

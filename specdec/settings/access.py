@@ -22,6 +22,9 @@ class ClientLimits:
     max_client_kv_share: float | None = option(
         None, "share of a target's KV cache that open sessions of one client may hold; others wait", gt=0, le=1
     )
+    max_client_attachments: int | None = option(
+        None, "drafts that one client brings at once (`tandem attach`); default: 4", ge=0
+    )
     client_requests_per_minute: int | None = option(None, "requests of one client a minute", ge=1)
     client_tokens_per_minute: int | None = option(None, "prompt and generated tokens of one client a minute", ge=1)
 

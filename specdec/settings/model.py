@@ -38,7 +38,7 @@ class ModelSettings:
     block_size: int = option(32, "tokens per KV block", gt=0)
     num_threads: int | None = option(None, "threads of a forward pass on a CPU; by default all cores", gt=0)
     autotune: str = option(
-        "cached", "measures the CPU kernels: once a machine and model, at every load, or never", choices=AUTOTUNE
+        "cached", "measures the kernels: once a machine and model, at every load, or never", choices=AUTOTUNE
     )
     tensor_parallel_size: int = option(1, "processes (ranks) that share the weights of the target", ge=1, le=64)
     tensor_parallel_timeout_s: float = option(60.0, "seconds a rank waits for another before all end", gt=0)

@@ -426,3 +426,63 @@ class LostSession(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LostSession: _TypeAlias = LostSession  # noqa: Y015
+
+@_typing.final
+class RelayedRequest(_message.Message):
+    """To a draft that shares a call with others: what a stream of its own would carry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    """Number of the draft's session in this call."""
+    @_builtins.property
+    def request(self) -> Global___DraftRequest:
+        """What is asked; absent: the session is over."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        request: Global___DraftRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayedRequest: _TypeAlias = RelayedRequest  # noqa: Y015
+
+@_typing.final
+class RelayedResponse(_message.Message):
+    """From such a draft."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    """Number of the draft's session in this call."""
+    error: _builtins.str
+    """Why the session is over, for logs; empty: it is not."""
+    @_builtins.property
+    def response(self) -> Global___DraftResponse:
+        """What is answered."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        response: Global___DraftResponse | None = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayedResponse: _TypeAlias = RelayedResponse  # noqa: Y015

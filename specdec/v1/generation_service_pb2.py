@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from specdec.v1 import draft_service_pb2 as specdec_dot_v1_dot_draft__service__pb2
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#specdec/v1/generation_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"\x98\x01\n\x12SpeculationOptions\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0cverification\x18\x02 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x0e\n\x06method\x18\x03 \x01(\tB\x19\n\x17_num_speculative_tokens\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"V\n\nToolChoice\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.specdec.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x95\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12(\n\ntool_calls\x18\x05 \x03(\x0b\x32\x14.specdec.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"\x90\x02\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1f\n\x05tools\x18\x04 \x03(\x0b\x32\x10.specdec.v1.Tool\x12+\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x16.specdec.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"\x88\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x15 \x01(\x0b\x32\x10.specdec.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x03\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x33\n\x0bspeculation\x18\x0c \x01(\x0b\x32\x1e.specdec.v1.SpeculationOptions\x12 \n\x13skip_special_tokens\x18\r \x01(\x08H\x04\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x0e \x01(\x0b\x32\x1d.specdec.v1.StructuredOutputs\x12\x1c\n\x14return_token_metrics\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x11 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x06\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\nprediction\x18\x16 \x01(\t\x12\x12\n\ncache_salt\x18\x17 \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokens\"]\n\x06Prompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\"\xe9\x03\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.specdec.v1.SpeculationMetrics\x12\x12\n\nrequest_id\x18\t \x01(\t\x12/\n\rtoken_metrics\x18\n \x03(\x0b\x32\x18.specdec.v1.TokenMetrics\x12\r\n\x05index\x18\x0b \x01(\r\x12\"\n\x06prompt\x18\x0c \x01(\x0b\x32\x12.specdec.v1.Prompt\x12\x19\n\x11reasoning_content\x18\r \x01(\t\x12(\n\ntool_calls\x18\x0e \x03(\x0b\x32\x14.specdec.v1.ToolCallB\r\n\x0bstop_reason\"u\n\x0cTokenMetrics\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06origin\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x04 \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\x05 \x01(\x04\x12\x0f\n\x07time_ns\x18\x06 \x01(\x04\"\xb2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x04 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xb4\x04\n\x12SpeculationMetrics\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x05 \x01(\x01\x12 \n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\rB\x02\x10\x01\x12\x1a\n\x12num_draft_failures\x18\x07 \x01(\r\x12\x1b\n\x13num_target_failures\x18\x08 \x01(\r\x12\x16\n\x0enum_rejections\x18\t \x01(\r\x12\x1a\n\x0enum_ahead_hits\x18\n \x01(\rB\x02\x18\x01\x12\x1c\n\x10num_ahead_misses\x18\x0b \x01(\rB\x02\x18\x01\x12\x1f\n\x17num_wasted_draft_tokens\x18\x0c \x01(\r\x12\x10\n\x08\x64raft_ns\x18\r \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\x0e \x01(\x04\x12\x0f\n\x07wire_ns\x18\x0f \x01(\x04\x12\x11\n\tnum_stale\x18\x10 \x01(\r\x12\x1d\n\x15no_speculation_reason\x18\x11 \x01(\t\x12\x19\n\x11num_direct_rounds\x18\x12 \x01(\r\x12\x19\n\x11num_hidden_states\x18\x13 \x01(\r\x12\x1a\n\x12hidden_state_bytes\x18\x14 \x01(\x04\"\x86\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.specdec.v1.ChatB\x15\n\x13_add_special_tokens\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"V\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ServedModel\";\n\x0b\x44raftMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\"\x90\x01\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06target\x18\x02 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12$\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12(\n\x07methods\x18\x04 \x03(\x0b\x32\x17.specdec.v1.DraftMethod*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x32\xbd\x02\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.specdec.v1.TokenizeRequest\x1a\x1c.specdec.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.specdec.v1.DetokenizeRequest\x1a\x1e.specdec.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#specdec/v1/generation_service.proto\x12\nspecdec.v1\x1a\x1especdec/v1/draft_service.proto\x1a\x16specdec/v1/types.proto\"\xac\x01\n\x12SpeculationOptions\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0cverification\x18\x02 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x12\n\nattachment\x18\x04 \x01(\tB\x19\n\x17_num_speculative_tokens\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"V\n\nToolChoice\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.specdec.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x95\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12(\n\ntool_calls\x18\x05 \x03(\x0b\x32\x14.specdec.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"\x90\x02\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1f\n\x05tools\x18\x04 \x03(\x0b\x32\x10.specdec.v1.Tool\x12+\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x16.specdec.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"\x88\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x15 \x01(\x0b\x32\x10.specdec.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x03\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x33\n\x0bspeculation\x18\x0c \x01(\x0b\x32\x1e.specdec.v1.SpeculationOptions\x12 \n\x13skip_special_tokens\x18\r \x01(\x08H\x04\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x0e \x01(\x0b\x32\x1d.specdec.v1.StructuredOutputs\x12\x1c\n\x14return_token_metrics\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x11 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x06\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\nprediction\x18\x16 \x01(\t\x12\x12\n\ncache_salt\x18\x17 \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokens\"]\n\x06Prompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\"\xe9\x03\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.specdec.v1.SpeculationMetrics\x12\x12\n\nrequest_id\x18\t \x01(\t\x12/\n\rtoken_metrics\x18\n \x03(\x0b\x32\x18.specdec.v1.TokenMetrics\x12\r\n\x05index\x18\x0b \x01(\r\x12\"\n\x06prompt\x18\x0c \x01(\x0b\x32\x12.specdec.v1.Prompt\x12\x19\n\x11reasoning_content\x18\r \x01(\t\x12(\n\ntool_calls\x18\x0e \x03(\x0b\x32\x14.specdec.v1.ToolCallB\r\n\x0bstop_reason\"u\n\x0cTokenMetrics\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06origin\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x04 \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\x05 \x01(\x04\x12\x0f\n\x07time_ns\x18\x06 \x01(\x04\"\xb2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x04 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xb4\x04\n\x12SpeculationMetrics\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x05 \x01(\x01\x12 \n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\rB\x02\x10\x01\x12\x1a\n\x12num_draft_failures\x18\x07 \x01(\r\x12\x1b\n\x13num_target_failures\x18\x08 \x01(\r\x12\x16\n\x0enum_rejections\x18\t \x01(\r\x12\x1a\n\x0enum_ahead_hits\x18\n \x01(\rB\x02\x18\x01\x12\x1c\n\x10num_ahead_misses\x18\x0b \x01(\rB\x02\x18\x01\x12\x1f\n\x17num_wasted_draft_tokens\x18\x0c \x01(\r\x12\x10\n\x08\x64raft_ns\x18\r \x01(\x04\x12\x15\n\rdraft_wait_ns\x18\x0e \x01(\x04\x12\x0f\n\x07wire_ns\x18\x0f \x01(\x04\x12\x11\n\tnum_stale\x18\x10 \x01(\r\x12\x1d\n\x15no_speculation_reason\x18\x11 \x01(\t\x12\x19\n\x11num_direct_rounds\x18\x12 \x01(\r\x12\x19\n\x11num_hidden_states\x18\x13 \x01(\r\x12\x1a\n\x12hidden_state_bytes\x18\x14 \x01(\x04\"\x86\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.specdec.v1.ChatB\x15\n\x13_add_special_tokens\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"V\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ServedModel\";\n\x0b\x44raftMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\"\x90\x01\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06target\x18\x02 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12$\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12(\n\x07methods\x18\x04 \x03(\x0b\x32\x17.specdec.v1.DraftMethod\"A\n\nAttachment\x12\r\n\x05token\x18\x01 \x01(\t\x12$\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\"\x8c\x01\n\x12\x41ttachDraftRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x16.specdec.v1.AttachmentH\x00\x12.\n\x07relayed\x18\x02 \x01(\x0b\x32\x1b.specdec.v1.RelayedResponseH\x00\x12\x14\n\nprediction\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"v\n\x13\x41ttachDraftResponse\x12(\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.specdec.v1.AttachedH\x00\x12-\n\x07relayed\x18\x02 \x01(\x0b\x32\x1a.specdec.v1.RelayedRequestH\x00\x42\x06\n\x04kind\"\n\n\x08\x41ttached*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x32\x91\x03\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.specdec.v1.TokenizeRequest\x1a\x1c.specdec.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.specdec.v1.DetokenizeRequest\x1a\x1e.specdec.v1.DetokenizeResponse\x12R\n\x0b\x41ttachDraft\x12\x1e.specdec.v1.AttachDraftRequest\x1a\x1f.specdec.v1.AttachDraftResponse(\x01\x30\x01\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,48 +47,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_TOOLCHOICEMODE']._serialized_start=3749
-  _globals['_TOOLCHOICEMODE']._serialized_end=3884
-  _globals['_SPECULATIONOPTIONS']._serialized_start=76
-  _globals['_SPECULATIONOPTIONS']._serialized_end=228
-  _globals['_TOOL']._serialized_start=230
-  _globals['_TOOL']._serialized_end=307
-  _globals['_TOOLCHOICE']._serialized_start=309
-  _globals['_TOOLCHOICE']._serialized_end=395
-  _globals['_TOOLCALL']._serialized_start=397
-  _globals['_TOOLCALL']._serialized_end=467
-  _globals['_CHATMESSAGE']._serialized_start=470
-  _globals['_CHATMESSAGE']._serialized_end=619
-  _globals['_CHAT']._serialized_start=622
-  _globals['_CHAT']._serialized_end=894
-  _globals['_GENERATEREQUEST']._serialized_start=897
-  _globals['_GENERATEREQUEST']._serialized_end=1673
-  _globals['_PROMPT']._serialized_start=1675
-  _globals['_PROMPT']._serialized_end=1768
-  _globals['_GENERATERESPONSE']._serialized_start=1771
-  _globals['_GENERATERESPONSE']._serialized_end=2260
-  _globals['_TOKENMETRICS']._serialized_start=2262
-  _globals['_TOKENMETRICS']._serialized_end=2379
-  _globals['_USAGE']._serialized_start=2382
-  _globals['_USAGE']._serialized_end=2560
-  _globals['_SPECULATIONMETRICS']._serialized_start=2563
-  _globals['_SPECULATIONMETRICS']._serialized_end=3127
-  _globals['_TOKENIZEREQUEST']._serialized_start=3130
-  _globals['_TOKENIZEREQUEST']._serialized_end=3264
-  _globals['_TOKENIZERESPONSE']._serialized_start=3266
-  _globals['_TOKENIZERESPONSE']._serialized_end=3330
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3332
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3418
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3420
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3454
-  _globals['_LISTMODELSREQUEST']._serialized_start=3456
-  _globals['_LISTMODELSREQUEST']._serialized_end=3475
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3477
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3538
-  _globals['_DRAFTMETHOD']._serialized_start=3540
-  _globals['_DRAFTMETHOD']._serialized_end=3599
-  _globals['_SERVEDMODEL']._serialized_start=3602
-  _globals['_SERVEDMODEL']._serialized_end=3746
-  _globals['_GENERATIONSERVICE']._serialized_start=3887
-  _globals['_GENERATIONSERVICE']._serialized_end=4204
+  _globals['_TOOLCHOICEMODE']._serialized_start=4143
+  _globals['_TOOLCHOICEMODE']._serialized_end=4278
+  _globals['_SPECULATIONOPTIONS']._serialized_start=108
+  _globals['_SPECULATIONOPTIONS']._serialized_end=280
+  _globals['_TOOL']._serialized_start=282
+  _globals['_TOOL']._serialized_end=359
+  _globals['_TOOLCHOICE']._serialized_start=361
+  _globals['_TOOLCHOICE']._serialized_end=447
+  _globals['_TOOLCALL']._serialized_start=449
+  _globals['_TOOLCALL']._serialized_end=519
+  _globals['_CHATMESSAGE']._serialized_start=522
+  _globals['_CHATMESSAGE']._serialized_end=671
+  _globals['_CHAT']._serialized_start=674
+  _globals['_CHAT']._serialized_end=946
+  _globals['_GENERATEREQUEST']._serialized_start=949
+  _globals['_GENERATEREQUEST']._serialized_end=1725
+  _globals['_PROMPT']._serialized_start=1727
+  _globals['_PROMPT']._serialized_end=1820
+  _globals['_GENERATERESPONSE']._serialized_start=1823
+  _globals['_GENERATERESPONSE']._serialized_end=2312
+  _globals['_TOKENMETRICS']._serialized_start=2314
+  _globals['_TOKENMETRICS']._serialized_end=2431
+  _globals['_USAGE']._serialized_start=2434
+  _globals['_USAGE']._serialized_end=2612
+  _globals['_SPECULATIONMETRICS']._serialized_start=2615
+  _globals['_SPECULATIONMETRICS']._serialized_end=3179
+  _globals['_TOKENIZEREQUEST']._serialized_start=3182
+  _globals['_TOKENIZEREQUEST']._serialized_end=3316
+  _globals['_TOKENIZERESPONSE']._serialized_start=3318
+  _globals['_TOKENIZERESPONSE']._serialized_end=3382
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3384
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3470
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3472
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3506
+  _globals['_LISTMODELSREQUEST']._serialized_start=3508
+  _globals['_LISTMODELSREQUEST']._serialized_end=3527
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3529
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3590
+  _globals['_DRAFTMETHOD']._serialized_start=3592
+  _globals['_DRAFTMETHOD']._serialized_end=3651
+  _globals['_SERVEDMODEL']._serialized_start=3654
+  _globals['_SERVEDMODEL']._serialized_end=3798
+  _globals['_ATTACHMENT']._serialized_start=3800
+  _globals['_ATTACHMENT']._serialized_end=3865
+  _globals['_ATTACHDRAFTREQUEST']._serialized_start=3868
+  _globals['_ATTACHDRAFTREQUEST']._serialized_end=4008
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_start=4010
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_end=4128
+  _globals['_ATTACHED']._serialized_start=4130
+  _globals['_ATTACHED']._serialized_end=4140
+  _globals['_GENERATIONSERVICE']._serialized_start=4281
+  _globals['_GENERATIONSERVICE']._serialized_end=4682
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from specdec.v1 import draft_service_pb2 as _draft_service_pb2
 from specdec.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -62,22 +63,26 @@ class SpeculationOptions(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     METHOD_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
     """Drafted tokens a round at most; 0 switches speculation off for this request. Unset means the method's own."""
     verification: _types_pb2.VerificationRule.ValueType
     """Rule to verify with. Unset means the server's, or COUPLED where the request gives a seed."""
     method: _builtins.str
     """Method of drafting, one of `ServedModel.methods`. Empty means what the server is configured with."""
+    attachment: _builtins.str
+    """Token of the attachment that drafts, while it is there. Empty means the metadata x-draft-attachment, or none."""
     def __init__(
         self,
         *,
         num_speculative_tokens: _builtins.int | None = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
         method: _builtins.str = ...,
+        attachment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "method", b"method", "num_speculative_tokens", b"num_speculative_tokens", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "attachment", b"attachment", "method", b"method", "num_speculative_tokens", b"num_speculative_tokens", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
@@ -993,3 +998,120 @@ class ServedModel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
+class Attachment(_message.Message):
+    """Begins an attachment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """Its name, which requests of the same API key give: 32 to 128 letters, digits, - or _, drawn at random. Who knows it, and
+    has the key, can use and replace the attachment.
+    """
+    @_builtins.property
+    def draft(self) -> _types_pb2.ModelInfo:
+        """The draft; its tokenizer must be the target's. Absent: only predictions come."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        draft: _types_pb2.ModelInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attachment: _TypeAlias = Attachment  # noqa: Y015
+
+@_typing.final
+class AttachDraftRequest(_message.Message):
+    """From the client to the gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    prediction: _builtins.str
+    """What later requests that name the attachment are expected to answer, in place of what was sent before, unless they
+    have a prediction of their own. Empty: nothing; then they are drafted.
+    """
+    @_builtins.property
+    def attach(self) -> Global___Attachment:
+        """First message of a call."""
+
+    @_builtins.property
+    def relayed(self) -> _draft_service_pb2.RelayedResponse:
+        """What a session of the draft answers."""
+
+    def __init__(
+        self,
+        *,
+        attach: Global___Attachment | None = ...,
+        relayed: _draft_service_pb2.RelayedResponse | None = ...,
+        prediction: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "kind", b"kind", "prediction", b"prediction", "relayed", b"relayed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "kind", b"kind", "prediction", b"prediction", "relayed", b"relayed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["attach", "relayed", "prediction"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___AttachDraftRequest: _TypeAlias = AttachDraftRequest  # noqa: Y015
+
+@_typing.final
+class AttachDraftResponse(_message.Message):
+    """From the gateway to the client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attached(self) -> Global___Attached:
+        """The attachment can be named."""
+
+    @_builtins.property
+    def relayed(self) -> _draft_service_pb2.RelayedRequest:
+        """What a session of the draft is asked, as on a stream of DraftService.Draft. Numbers are not used again."""
+
+    def __init__(
+        self,
+        *,
+        attached: Global___Attached | None = ...,
+        relayed: _draft_service_pb2.RelayedRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["attached", "relayed"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___AttachDraftResponse: _TypeAlias = AttachDraftResponse  # noqa: Y015
+
+@_typing.final
+class Attached(_message.Message):
+    """An attachment was accepted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015

@@ -50,6 +50,11 @@ class GenerationServiceStub:
                 request_serializer=specdec_dot_v1_dot_generation__service__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_generation__service__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.AttachDraft = channel.stream_stream(
+                '/specdec.v1.GenerationService/AttachDraft',
+                request_serializer=specdec_dot_v1_dot_generation__service__pb2.AttachDraftRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_generation__service__pb2.AttachDraftResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/specdec.v1.GenerationService/ListModels',
                 request_serializer=specdec_dot_v1_dot_generation__service__pb2.ListModelsRequest.SerializeToString,
@@ -82,6 +87,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachDraft(self, request_iterator, context):
+        """Brings the draft of the caller's own requests: the client dials, and drafts while the call is open. Those requests name
+        the attachment, and run at temperature 0 or under COUPLED, so that the draft changes no text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models served.
         """
@@ -106,6 +119,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=specdec_dot_v1_dot_generation__service__pb2.DetokenizeRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_generation__service__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'AttachDraft': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttachDraft,
+                    request_deserializer=specdec_dot_v1_dot_generation__service__pb2.AttachDraftRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_generation__service__pb2.AttachDraftResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -195,6 +213,33 @@ class GenerationService:
             '/specdec.v1.GenerationService/Detokenize',
             specdec_dot_v1_dot_generation__service__pb2.DetokenizeRequest.SerializeToString,
             specdec_dot_v1_dot_generation__service__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachDraft(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specdec.v1.GenerationService/AttachDraft',
+            specdec_dot_v1_dot_generation__service__pb2.AttachDraftRequest.SerializeToString,
+            specdec_dot_v1_dot_generation__service__pb2.AttachDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class GenerationServiceStub:
     """Converts text to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.DetokenizeRequest, _generation_service_pb2.DetokenizeResponse]
     """Converts token ids to text."""
+    AttachDraft: _grpc.StreamStreamMultiCallable[_generation_service_pb2.AttachDraftRequest, _generation_service_pb2.AttachDraftResponse]
+    """Brings the draft of the caller's own requests: the client dials, and drafts while the call is open. Those requests name
+    the attachment, and run at temperature 0 or under COUPLED, so that the draft changes no text.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.ListModelsRequest, _generation_service_pb2.ListModelsResponse]
     """Lists the models served."""
 
@@ -53,6 +57,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Converts text to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.DetokenizeRequest, _generation_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Converts token ids to text."""
+    AttachDraft: _aio.StreamStreamMultiCallable[_generation_service_pb2.AttachDraftRequest, _generation_service_pb2.AttachDraftResponse]  # type: ignore[assignment]
+    """Brings the draft of the caller's own requests: the client dials, and drafts while the call is open. Those requests name
+    the attachment, and run at temperature 0 or under COUPLED, so that the draft changes no text.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ListModelsRequest, _generation_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models served."""
 
@@ -82,6 +90,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.DetokenizeResponse, _abc.Awaitable[_generation_service_pb2.DetokenizeResponse]]:
         """Converts token ids to text."""
+
+    @_abc_1.abstractmethod
+    def AttachDraft(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_service_pb2.AttachDraftRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.AttachDraftResponse], _abc.AsyncIterator[_generation_service_pb2.AttachDraftResponse]]:
+        """Brings the draft of the caller's own requests: the client dials, and drafts while the call is open. Those requests name
+        the attachment, and run at temperature 0 or under COUPLED, so that the draft changes no text.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -31,6 +31,7 @@ class VerifyRequest(_message.Message):
     MULTI_STEP_DECODE_FIELD_NUMBER: _builtins.int
     OPEN_DRAFT_FIELD_NUMBER: _builtins.int
     DRAFT_LENGTH_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenTargetSession:
         """First message of a stream: prefill the tokens and answer with the first token."""
@@ -51,6 +52,10 @@ class VerifyRequest(_message.Message):
     def draft_length(self) -> Global___DraftLength:
         """How long the proposals are that the target asks for."""
 
+    @_builtins.property
+    def relayed(self) -> _draft_service_pb2.RelayedResponse:
+        """What the draft behind this stream answers; its session is the epoch of the draft's session."""
+
     def __init__(
         self,
         *,
@@ -59,12 +64,13 @@ class VerifyRequest(_message.Message):
         multi_step_decode: Global___MultiStepDecode | None = ...,
         open_draft: Global___OpenDraft | None = ...,
         draft_length: Global___DraftLength | None = ...,
+        relayed: _draft_service_pb2.RelayedResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "relayed", b"relayed", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "relayed", b"relayed", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "multi_step_decode", "open_draft", "draft_length"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "multi_step_decode", "open_draft", "draft_length", "relayed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -106,7 +112,9 @@ class OpenDraft(_message.Message):
     epoch: _builtins.int
     """Epoch of the target's session."""
     address: _builtins.str
-    """Where the draft listens: unix:/path or host:port."""
+    """Where the draft listens: unix:/path or host:port. Empty: it is asked through this stream, by relayed messages; it
+    streams, and is never waited for.
+    """
     timeout_ms: _builtins.int
     """Milliseconds that a proposal may take."""
     @_builtins.property
@@ -376,6 +384,7 @@ class VerifyResponse(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     DRAFT_OPENED_FIELD_NUMBER: _builtins.int
     DRAFT_LOST_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___TargetSessionOpened:
         """The session is open; carries what prefilling found. A verdict with the first token follows."""
@@ -400,6 +409,10 @@ class VerifyResponse(_message.Message):
         multi-step, up to the limits of the session.
         """
 
+    @_builtins.property
+    def relayed(self) -> _draft_service_pb2.RelayedRequest:
+        """What the draft behind this stream is asked."""
+
     def __init__(
         self,
         *,
@@ -408,12 +421,13 @@ class VerifyResponse(_message.Message):
         hidden_states: _types_pb2.HiddenStates | None = ...,
         draft_opened: _draft_service_pb2.DraftSessionOpened | None = ...,
         draft_lost: Global___DraftLost | None = ...,
+        relayed: _draft_service_pb2.RelayedRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "relayed", b"relayed", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "relayed", b"relayed", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict", "hidden_states", "draft_opened", "draft_lost"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict", "hidden_states", "draft_opened", "draft_lost", "relayed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -463,6 +477,7 @@ class TargetSessionOpened(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
+    ASKS_RELAYED_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -477,6 +492,8 @@ class TargetSessionOpened(_message.Message):
     """Whether the target takes open_draft on this stream."""
     asks_remote_drafts: _builtins.bool
     """Whether they may be on other machines: host:port, without TLS."""
+    asks_relayed_drafts: _builtins.bool
+    """Whether it takes open_draft without an address."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -492,10 +509,11 @@ class TargetSessionOpened(_message.Message):
         verification: _types_pb2.VerificationRule.ValueType = ...,
         asks_drafts: _builtins.bool = ...,
         asks_remote_drafts: _builtins.bool = ...,
+        asks_relayed_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "generate": ("tandem.cli.generate", "continue a prompt and stream the text"),
     "chat": ("tandem.cli.chat", "chat with a model in the terminal"),
     "bench": ("tandem.cli.bench", "compare plain and speculative decoding"),
+    "attach": ("tandem.cli.attach", "bring the draft for one's own requests to a server elsewhere"),
     "models": ("tandem.cli.models", "list the checkpoints on this machine"),
     "pull": ("tandem.cli.pull", "download a checkpoint from the Hugging Face hub"),
     "health": ("tandem.cli.health", "ask a running server whether it is ready"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.cuda.graphs import Capture
 from engine.sampling import distribution, sparse
-from engine.sampling.distribution import Distribution, Limits
+from engine.sampling.distribution import Distribution, RowLimits
 from engine.sampling.noise import Stream
 from specdec.rules import Rule
 from specdec.trees import depths
@@ -260,7 +260,7 @@ def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor) -> None:
     drafts = Drafts(parts.token_ids, parts.lengths, rows)
     temperature = parts.temperature[:, None]
     if shape.truncates:
-        limits = Limits(temperature, parts.min_p[:, None], parts.top_k[:, None], parts.top_p[:, None])
+        limits = RowLimits(temperature, parts.min_p[:, None], parts.top_k[:, None], parts.top_p[:, None])
         target = distribution.of_candidates(logits, limits, distribution.NUM_CANDIDATES)
     else:
         target = distribution.untruncated(logits, temperature)

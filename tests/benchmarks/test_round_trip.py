@@ -48,7 +48,7 @@ def test_stations_that_no_round_passes_are_no_result():
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_whole_command(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.round_trip", "--seconds", "1", "--echos", "20"]
+    command = [sys.executable, "-m", "benchmarks.round_trip", "--seconds", "1"]
     subprocess.run([*command, "--json", str(tmp_path / "out.json")], check=True, capture_output=True, timeout=200)
     result = json.loads((tmp_path / "out.json").read_text())
     assert [each["route"] for each in result["rounds"]] == ["direct", "frames", "grpc", "one process"]
@@ -57,4 +57,3 @@ def test_the_whole_command(tmp_path):
         assert all(20 < cpu_us < 50_000 for cpu_us in each["cpu_us"].values())
         # The stations are all of a round, so they add up to it, about: medians do not add up exactly.
         assert 0.5 < sum(each["station_us"].values()) / each["round_us"] < 1.5
-    assert all(echo > 0 for echos in result["echos"].values() for echo in echos.values())

@@ -1,6 +1,7 @@
 """Targets that ask drafts themselves, as the processes of ``tandem serve`` do: the text is that of plain decoding."""
 
 import asyncio
+import random
 import signal
 import threading
 from contextlib import ExitStack, closing, contextmanager
@@ -10,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.distance import proxy
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tests.e2e.servers import (
@@ -23,6 +23,7 @@ from tests.e2e.servers import (
     target_process,
     wait_until,
 )
+from tests.reliability.proxy import FaultyProxy
 
 pytestmark = pytest.mark.e2e
 
@@ -167,15 +168,16 @@ def test_a_lost_target_is_replaced_with_its_draft(tmp_path, prompts):
 @contextmanager
 def line_to(draft, rtt_ms):
     """Another address of a draft, over a slow line."""
-    loop, line = asyncio.new_event_loop(), proxy(draft.address, rtt_ms, 0.2)
+    loop, line = asyncio.new_event_loop(), FaultyProxy(random.Random(0))
+    line.upstream_port = int(draft.address.rpartition(":")[2])
+    line.delay_s = rtt_ms / 1e3  # half of it on average, each way
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        yield SimpleNamespace(
-            address=asyncio.run_coroutine_threadsafe(line.__aenter__(), loop).result(10), is_running=True
-        )
+        asyncio.run_coroutine_threadsafe(line.start(), loop).result(10)
+        yield SimpleNamespace(address=f"127.0.0.1:{line.port}", is_running=True)
     finally:
-        asyncio.run_coroutine_threadsafe(line.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(line.close(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

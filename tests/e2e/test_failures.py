@@ -6,6 +6,7 @@ One draft and one target with the real engine are killed; what the gateway does 
 import asyncio
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Timer
 
@@ -18,6 +19,7 @@ from tests.e2e.servers import (
     Stack,
     collect,
     collect_together,
+    draft_process,
     fake_draft,
     fake_target,
     health_of,
@@ -28,6 +30,7 @@ from tests.e2e.servers import (
     target_process,
     wait_until,
 )
+from tests.reliability.rig import BLOCK_BYTES, FEW_BLOCKS
 
 pytestmark = pytest.mark.e2e
 
@@ -106,6 +109,36 @@ def test_killing_a_target_moves_the_session_to_another(stack, prompts):
             wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 200, 15, "/health to notice")
     finally:
         with_two.close()
+
+
+def test_kills_among_preempted_sessions(prompts):
+    """The real engine, with blocks for half of the sessions: greedy and seeded ones."""
+    few = ("--kv-cache-memory-bytes", str(FEW_BLOCKS * BLOCK_BYTES))
+    stack = Stack.start([target_process(*few)], [draft_process()])
+    try:
+        requests = [
+            request_of(prompt, max_tokens=200, temperature=float(seed % 2), seed=seed)
+            for seed, prompt in enumerate(prompts[:6])
+        ]
+        alone = [ids_of(collect(stack, request)) for request in requests]
+        assert stack.load_of_target().preemptions == 0
+        assert collect_together(stack, requests) == alone
+        assert stack.load_of_target().preemptions > 0
+
+        def kill_the_target():
+            stack.targets[0].kill()
+            stack.targets[0].restart_on_same_port()
+
+        acts = {40: stack.drafts[0].kill, 80: kill_the_target}
+        with ThreadPoolExecutor(len(requests)) as threads:
+            calls = [
+                threads.submit(collect, stack, request, acts=None if number else acts)
+                for number, request in enumerate(requests)
+            ]
+            assert [ids_of(call.result()) for call in calls] == alone
+        wait_until(partial(is_free, stack), 15, "the target to free the sessions")
+    finally:
+        stack.close()
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.exhaustive), (1.0, 5)])

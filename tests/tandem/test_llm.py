@@ -39,6 +39,13 @@ def token_ids(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
+def test_a_prompt_that_was_computed_is_not_computed_again(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(300, 440))}
+    first, second = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 139), "the last token is fed in any case"
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
 def test_the_documented_example(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [
         "The future of AI is",

@@ -139,8 +139,12 @@ def sequence_of(visitor: Visitor) -> KVSequence:
 SEEDS = range(40)
 
 
-def test_every_session_ends_and_none_loses_its_blocks_too_often() -> None:
-    assert sum(simulate(SequenceMemory, seed) for seed in SEEDS) > 40
+@pytest.mark.parametrize(("reserved", "least"), [(0.0, 40), (sequence_memory.RESERVED_BLOCKS, 10)])
+def test_every_session_ends_and_none_loses_its_blocks_too_often(
+    reserved: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_memory, "RESERVED_BLOCKS", reserved)
+    assert sum(simulate(SequenceMemory, seed) for seed in SEEDS) > least
 
 
 class PreemptsForEver(SequenceMemory):
@@ -206,6 +210,8 @@ class ForgetsToReserve(SequenceMemory):
     [PreemptsForEver, PreemptsInFlight, LetsNewcomersPass, ComesBackInAnyOrder, GivesNothingBack, ForgetsToReserve],
 )
 def test_the_simulation_finds_a_planted_bug(twin: type[SequenceMemory], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_memory, "RESERVED_BLOCKS", 0.0)
+
     def survives(seed: int) -> bool:
         try:
             simulate(twin, seed)

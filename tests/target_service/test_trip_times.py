@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.trip_times import LEAST, MEMORY, TripTimes
+from target_service.trip_times import HELD_UP, LEAST, MEMORY, TripTimes
 
 
 def times_of(trip_ns: int, step_ns: int, count: int = LEAST) -> TripTimes:
@@ -49,8 +49,22 @@ def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
 
 
 def test_a_draft_on_this_machine_is_never_far() -> None:
-    times = TripTimes(is_local=True)
+    times = TripTimes(is_fixed=True)
     for _ in range(MEMORY):
         times.add_step(1)
         times.add_trip(10**9)
     assert not times.is_far
+
+
+def test_a_proposal_that_is_held_up_makes_a_draft_far_away_for_a_while() -> None:
+    times = times_of(10, 1000)
+    assert times.patience_s is None, "nothing was waited for yet"
+    for wait_ns in (200, 400, 300):
+        times.add_wait(wait_ns)
+    assert times.patience_s == pytest.approx((2 * 400 + 1000) / 1e9)
+    times.hold_up()
+    for left in reversed(range(HELD_UP)):
+        assert times.is_far
+        times.add_trip(10)
+        assert times.is_far is (left > 0)
+    assert TripTimes(is_fixed=True).patience_s is None

@@ -19,9 +19,10 @@ from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.layer import Rotary
 from engine.native.decoder import NativeModel
+from engine.native.layer_parts import LayerParts, LinearGroup
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
-from engine.native.packing import Packing, layer_groups
+from engine.native.packing import Packing
 from engine.native.rounded import Int8Linear, is_plain
 from engine.native.structs import CBatch, CHead, CModel, CPlan
 from engine.plan import BatchPlan
@@ -49,14 +50,16 @@ class NativeHead(NativeModel):
         """Pack the weights of a head that :meth:`build` found suitable. Its module runs on the packed weights too."""
         config, own_layers = head.config.layer, _layers(head)
         weight_dtype = matrix_of(head.fc).dtype
-        of_layers = [group for layer in own_layers for group in layer_groups(layer)]
-        groups = [[matrix_of(head.fc)], *of_layers, [matrix_of(head.lm_head)]]
-        packing = Packing(library, groups, num_threads)
+        parts = [LayerParts.of(layer) for layer in own_layers]
+        fc, output = LinearGroup(head, ["fc"]), LinearGroup(head, ["lm_head"])
+        packing = Packing(
+            library, [fc, *(group for part in parts for group in part.groups.values()), output], num_threads
+        )
         outputs = head.lm_head.out_features
-        fuse, fuse_bias = packing.linears(head, ["fc"])
-        layers = packing.array([packing.layer(layer, None) for layer in own_layers])
-        lm_head, _ = packing.linears(head, ["lm_head"])
-        own = CHead(fuse=fuse, fuse_bias=fuse_bias, kind=_EAGLE, num_features=config.hidden_size)
+        fuse = packing.linear(fc)
+        layers = packing.array([packing.layer(part) for part in parts])
+        lm_head = packing.linear(output)
+        own = CHead(fuse=fuse, kind=_EAGLE, num_features=config.hidden_size)
         if isinstance(head, Eagle3Head):
             norms = _feature_norms(head)
             own.kind = _EAGLE3
@@ -86,6 +89,9 @@ class NativeHead(NativeModel):
                 heads=config.num_attention_heads,
                 kv_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
+                rotary_dim=config.head_dim,
+                embedding_scale=1.0,
+                gates_mlp=True,
                 eps=config.rms_norm_eps,
                 scale=config.head_dim**-0.5,
                 weight_dtype=WEIGHT_DTYPES[weight_dtype],

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.chain_job import Drawing, StopFlags
 from engine.heads.mlp_speculator import MlpSpeculator
 from engine.native.chains import draw_chains
+from engine.native.layer_parts import LinearGroup
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
 from engine.native.packing import Packing
@@ -41,9 +42,9 @@ class NativeMlp:
         """Pack the weights of a speculator that :meth:`build` found suitable. Its module runs on them too."""
         config = mlp.config
         weight_dtype = matrix_of(mlp.head[0]).dtype
-        distinct = {id(module): module for module in (*mlp.proj, *mlp.head)}
-        packing = Packing(library, [[matrix_of(module)] for module in distinct.values()], num_threads)
-        del distinct
+        places = [(modules, str(i)) for modules in (mlp.proj, mlp.head) for i in range(len(modules))]
+        groups = {id(modules[int(i)]): LinearGroup(modules, [i]) for modules, i in places}
+        packing = Packing(library, list(groups.values()), num_threads)
         proj, head = _packed(packing, mlp.proj), _packed(packing, mlp.head)
         tables: list[Any] = list(mlp.emb)
         norms: list[Any] = list(mlp.ln)
@@ -140,7 +141,7 @@ def _packed(packing: Packing, modules: nn.ModuleList) -> list[int]:
         first = originals.index(layer)
         if first < i:
             modules[i] = modules[first]
-        addresses.append(packing.linears(modules, [str(i)])[0] if first == i else addresses[first])
+        addresses.append(packing.linear(LinearGroup(modules, [str(i)])).weight if first == i else addresses[first])
     return addresses
 
 

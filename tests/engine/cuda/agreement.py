@@ -104,7 +104,9 @@ def decide(logits: torch.Tensor, device: torch.device) -> list[object]:
         Round(state, rule, i * (_DRAFTS + 1), chain.token_ids, chain.q_rows)
         for i, (state, rule, chain) in enumerate(zip(states, rules, chains, strict=True))
     ]
-    outcomes = Verifier().verify(target, rounds)
+    verifier = Verifier()
+    verifier.warm_up(device, logits.shape[1], 0)
+    outcomes = verifier.verify(target, rounds)
     return [(chain, o.num_accepted, o.token_ids) for chain, o in zip(chains, outcomes, strict=True)]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.cuda import few_rows
-from engine.cuda.few_rows import ROWS, TILES, Choice, Product, Tiles, by_torch, choose, multiply
+from engine.cuda.few_rows import ROWS, TILES, FewRows, Product, Tiles, by_torch, choose, multiply
 from engine.loading import acceleration
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -137,7 +137,7 @@ def test_what_is_wrong_or_does_not_compile_is_not_chosen(
 def test_torch_multiplies_where_it_must(dtype: torch.dtype) -> None:
     layers = [[product(dtype)]]
     mode = "off" if dtype == torch.float32 else "always"
-    assert choose(layers, EPS, timer=lambda calls: 1 / 0, mode=mode) == Choice(0, {})
+    assert choose(layers, EPS, timer=lambda calls: 1 / 0, mode=mode) == FewRows(0, {})
 
 
 def test_a_search_that_fails_leaves_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,4 +151,4 @@ def test_a_search_that_fails_leaves_them_to_torch(monkeypatch: pytest.MonkeyPatc
     engine: Any = SimpleNamespace(caches=caches)
     fused = acceleration.fused_decoder(engine, model, shapes, "always")
     assert fused is not None
-    assert fused.few_rows == Choice(0, {})
+    assert fused.few_rows == FewRows(0, {})

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.native.activations import EvenActivations
 
-CALLS = [F.silu, nn.SiLU(), torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.softplus]
+CALLS = [F.silu, nn.SiLU(), torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.softplus, F.gelu]
 EXTREMES = torch.tensor([-1e4, -100.0, -20.0, -1e-6, 0.0, 1e-6, 19.9, 20.1, 100.0, 1e4])
 
 

@@ -12,7 +12,7 @@ import pytest
 from gateway.pacing.pace import FixedPace
 from gateway.pacing.round_times import WINDOW_NS
 from gateway.pacing.stats import Mode
-from gateway.pacing.target_pacer import TRIAL_WINDOWS, TargetPacer
+from gateway.pacing.target_pacer import MAX_DRAFTERS, TRIAL_WINDOWS, TargetPacer
 from specdec.types import RoundTimings, Verdict
 from tests.gateway.pacing.simulation import Simulation, World, adaptive, fixed, plain
 
@@ -346,3 +346,15 @@ def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
     assert simulation.run(6.0) > 0.9 * whole  # 0.92 to 1.04
     lengths = [k for _, k in simulation.ks[begun:] if k]
     assert lengths.count(12) > 0.95 * len(lengths)  # 1
+
+
+def test_methods_that_were_not_used_for_long_are_forgotten():
+    """Each client that brings a draft has one."""
+    pacer = TargetPacer()
+    first, second = pacer.drafter_pacer("0"), pacer.drafter_pacer("1")
+    for i in range(2, MAX_DRAFTERS):
+        pacer.drafter_pacer(str(i))
+    assert pacer.drafter_pacer("0") is first
+    pacer.drafter_pacer("one more")
+    assert pacer.drafter_pacer("0") is first
+    assert pacer.drafter_pacer("1") is not second

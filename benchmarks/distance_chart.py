@@ -1,0 +1,47 @@
+"""The chart of docs/measurements.md#distance: ``python -m benchmarks.distance_chart`` draws docs/distance.svg from the
+lines of docs/distance.jsonl, which ``python -m benchmarks.distance`` has printed, each with a ``label`` of its series.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tandem.bench.plot import load_pyplot
+
+DOCS: Final = Path(__file__).parents[1] / "docs"
+
+
+def draw(lines: Sequence[str], path: Path) -> None:
+    """Speed over plain decoding by round trip: with quartiles, and dashed what is simulated."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        row = json.loads(line)
+        series.setdefault(row["label"], []).append(row)
+    pyplot = load_pyplot()
+    with pyplot.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+        for i, (label, rows) in enumerate(series.items()):
+            rtts = [row["rtt_ms"] for row in rows]
+            low, high = zip(*(map(float, row["quartiles"].split("–")) for row in rows), strict=True)
+            axes.plot(rtts, [row["speed"] for row in rows], f"C{i}o-", label=label, markersize=4)
+            axes.fill_between(rtts, low, high, color=f"C{i}", alpha=0.12, linewidth=0)
+            if all("never_wait" in row for row in rows):
+                simulated = [max(1.0, row["never_wait"], row["wait"]) for row in rows]
+                axes.plot(rtts, simulated, f"C{i}--", linewidth=0.9)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        ticks = sorted({row["rtt_ms"] for rows in series.values() for row in rows})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xlabel("round trip to the draft, ms; dashed: simulated")
+        axes.set_ylabel("speed over plain decoding")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw((DOCS / "distance.jsonl").read_text().splitlines(), DOCS / "distance.svg")
