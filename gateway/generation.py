@@ -26,7 +26,7 @@ from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.placement.prefix_routes import hash_prefixes
 from gateway.placement.routing import Router
-from gateway.requests.call_trace import trace_call, trace_refusal
+from gateway.requests.call_trace import SampleTrace, trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.limits import body_limit, check_request
 from gateway.requests.preparation import Preparation
@@ -380,11 +380,11 @@ class Generation:
         key = current_caller().key
         self.metrics.running.inc()
         try:
-            async with aclosing(decoding.verdicts()) as verdicts:
-                async for verdict in verdicts:
+            async with aclosing(_chunks(decoding, assembler, trace)) as chunks:
+                async for chunk in chunks:
                     now = time.monotonic()
                     if last:
-                        self.metrics.itl.observe((now - last) / max(len(verdict.token_ids), 1))
+                        self.metrics.itl.observe((now - last) / max(len(chunk.token_ids), 1))
                     else:
                         self.metrics.ttft.observe(now - started)
                         first, opened = now, decoding.opened
@@ -392,9 +392,6 @@ class Generation:
                             self.metrics.queue.observe(opened.queue_ns / 1e9)
                             self.metrics.prefill.observe(opened.prefill_ns / 1e9)
                     last = now
-                    if trace is not None:
-                        trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
-                    chunk = assembler.feed(verdict)
                     if chunk.final is not None:
                         outcome = finish_reason = str(chunk.final.reason)
                         self.metrics.latency.observe(now - started)
@@ -428,3 +425,24 @@ class Generation:
     def _describe(self) -> str:
         num_open, limit = self._admission.num_open, self.settings.max_concurrent_sequences
         return f"the gateway is full: {num_open} of {limit} sequences are in progress"
+
+
+async def _chunks(
+    decoding: Decoding, assembler: SampleAssembler, trace: SampleTrace | None
+) -> AsyncGenerator[GenerationChunk, None]:
+    """The chunks of a sample; verdicts that came together make one."""
+    held: GenerationChunk | None = None
+    async with aclosing(decoding.verdicts()) as verdicts:
+        try:
+            async for verdict in verdicts:
+                if trace is not None:
+                    trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
+                chunk = assembler.feed(verdict)
+                held = chunk if held is None else held.joined(chunk)
+                if not verdict.is_followed or held.final is not None:
+                    chunk, held = held, None
+                    yield chunk
+        except Exception:
+            if held is not None:
+                yield held  # what should have followed was lost
+            raise

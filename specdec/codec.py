@@ -291,6 +291,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         hidden_states=map(encode_hidden_states, verdict.hidden_states),
         num_multi_step_left=verdict.num_multi_step_left,
         drafted=None if drafted is None else target_pb.DraftedRound(**_values(drafted, DraftedRound)),
+        is_followed=verdict.is_followed,
     )
 
 
@@ -309,6 +310,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
         num_multi_step_left=message.num_multi_step_left,
         drafted=DraftedRound(**_values(message.drafted, DraftedRound)) if message.HasField("drafted") else None,
+        is_followed=message.is_followed,
     )
 
 

@@ -192,6 +192,8 @@ class Verdict:
     num_multi_step_left: int = 0
     #: Set for a round whose proposal the target asked a draft for.
     drafted: DraftedRound | None = None
+    #: Another verdict follows at once: what is made of both may wait for it.
+    is_followed: bool = False
 
     @property
     def committed_len(self) -> int:

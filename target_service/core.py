@@ -213,9 +213,9 @@ class TargetCore:
         return len(self._sessions)
 
     @property
-    def num_multi_step(self) -> int:
-        """Sessions in multi-step decode, in the newest step."""
-        return self._batcher.num_multi_step
+    def num_going_on(self) -> int:
+        """Sessions whose verdicts come without being asked for, in the newest step."""
+        return self._batcher.num_going_on
 
     @property
     def num_steps(self) -> int:

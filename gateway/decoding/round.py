@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
-from specdec.types import DraftedRound, Proposal, Verdict
+from specdec.types import DraftedRound, Proposal, RoundTimings, Verdict
 
 
 class Origin(StrEnum):
@@ -114,9 +114,10 @@ class DirectRound(AskedRound):
     is_predicted: bool = False
 
     @classmethod
-    def of(cls, drafted: DraftedRound, verdict_ns: int) -> Self:
-        """What the target says of a round; the verdict before it came at ``verdict_ns``."""
-        return cls(drafted, drafted.num_asked, verdict_ns + drafted.wait_ns, drafted.wait_ns)
+    def of(cls, drafted: DraftedRound, timings: RoundTimings, verdict_ns: int) -> Self:
+        """What the target says of a round whose verdict came at ``verdict_ns``; the message's way is not counted."""
+        took_ns = timings.queue_ns + timings.forward_ns + timings.verify_ns
+        return cls(drafted, drafted.num_asked, verdict_ns - took_ns, drafted.wait_ns)
 
     @property
     def num_tokens(self) -> int:

@@ -53,7 +53,6 @@ class TargetClient:
         self._is_ending = False
         #: Drafted tokens of a round that the target asks a draft for, at most.
         self._num_direct = 0
-        self._verdict_ns = 0
         self._session: TargetSession | None = None
         self._has_opened = asyncio.Event()
         self._replica: Replica[TargetBackend] | None = None
@@ -116,7 +115,6 @@ class TargetClient:
         self._session = session = await self._replica.backend.open(states.asked_in(spec))
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
-        self._verdict_ns = time.perf_counter_ns()
         self._has_opened.set()
         self.num_multi_step_left = first.num_multi_step_left
         self._first_session = self._first_session or session
@@ -187,12 +185,12 @@ class TargetClient:
         answered: AskedRound | None = self.round
         num_tokens = verdict.num_draft_tokens
         if verdict.drafted is not None:
-            answered = DirectRound.of(verdict.drafted, self._verdict_ns)
+            answered = DirectRound.of(verdict.drafted, verdict.timings, time.perf_counter_ns())
         elif answered is None and num_tokens:
             # Near the limit the target drops drafted tokens; the newest of equal rounds counts.
             rounds = [early for early in reversed(self._early) if len(early.proposal.token_ids) >= num_tokens]
             answered = min(rounds, key=lambda early: len(early.proposal.token_ids))
-        self.round, self._verdict_ns = None, time.perf_counter_ns()
+        self.round = None
         self.num_multi_step_left = verdict.num_multi_step_left
         if not verdict.num_multi_step_left:
             self._forget_multi_step()

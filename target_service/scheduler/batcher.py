@@ -64,8 +64,8 @@ class StepBatcher:
         #: Steps run since the start, and the device's time in them.
         self.num_steps = 0
         self.busy_ns = 0
-        #: Sessions in multi-step decode, in the newest step.
-        self.num_multi_step = 0
+        #: Sessions whose verdicts come without being asked for, in the newest step.
+        self.num_going_on = 0
 
     def add(self, session: Session) -> None:
         """Add a session that has tokens to feed."""
@@ -177,7 +177,7 @@ class StepBatcher:
         """Run a step, and those that follow it. If one fails, its sessions are lost; all others live on."""
         self.num_steps += 1
         self._coalescer.step_begins()
-        self.num_multi_step = sum(part.is_multi_step for _, part in scheduled)
+        self.num_going_on = sum(session.goes_on for session, _ in scheduled)
         follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
         try:
             result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))

@@ -117,8 +117,8 @@ class Session:
         self._verdicts = VerdictQueue(last_state_only=spec.last_hidden_state_only)
         #: Gets the prompt's hidden states.
         self._on_states = on_states or self._verdicts.add_states
-        #: When a token of multi-step decode should come, if it takes as long as the last one.
-        self._next_token_ns = 0
+        #: When the next verdict should come, if its step takes as long as the last one.
+        self._next_verdict_ns = 0
         self._failure: TandemError | None = None
         self._closing = False
         self._released = asyncio.Event()
@@ -245,8 +245,8 @@ class Session:
     async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
 
-        Tokens of multi-step decode gather as long as another one should come before ``gather_until_ns``
-        (``time.perf_counter_ns``) and no round's verdict waits.
+        Verdicts that nobody asked for (:attr:`goes_on`) gather as long as another one should come before
+        ``gather_until_ns`` (``time.perf_counter_ns``).
 
         Raises:
             Unavailable: the session was closed.
@@ -261,6 +261,14 @@ class Session:
         if self._may_gather(gather_until_ns):
             await self._verdicts.wait(gather_until_ns)
         return self._verdicts.take()
+
+    async def receive_all(self, gather_until_ns: int) -> list[Verdict]:
+        """What :meth:`receive` returns, and what waits behind it: all but the last verdict are marked as followed."""
+        verdicts = [await self.receive(gather_until_ns)]
+        while self._verdicts:
+            verdicts[-1] = replace(verdicts[-1], is_followed=True)
+            verdicts.append(self._verdicts.take())
+        return verdicts
 
     async def close(self) -> None:
         """Release the cache, at the latest when the running step ends. Idempotent."""
@@ -290,6 +298,13 @@ class Session:
     def has_work(self) -> bool:
         """Whether it has something to feed."""
         return self._progress.state is State.PREFILL or self.feed.has_round
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether verdicts come without being asked for: of multi-step decode, or of rounds of a draft that the target
+        asks.
+        """
+        return self._progress.is_multi_step or self.on_committed is not None
 
     @property
     def idle_ns(self) -> int:
@@ -397,7 +412,7 @@ class Session:
         if self.finish_reason is not None:
             progress.end()
         queue_ns = max(0, step.started_ns - self._asked_ns)
-        self._next_token_ns = now_ns + (now_ns - self._asked_ns)
+        self._next_verdict_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
         self.step_ns = step.timings.forward_ns + step.timings.verify_ns
         drafted, self.drafted = self.drafted if part.is_round else None, None
@@ -441,8 +456,8 @@ class Session:
             self._owner.ready(self)
 
     def _may_gather(self, until_ns: int) -> bool:
-        """Whether the verdicts that wait may leave with another token, which should come before ``until_ns``."""
-        return self._next_token_ns <= until_ns and self._progress.is_multi_step and not self._verdicts.has_round
+        """Whether the verdicts that wait may leave with another one, which should come before ``until_ns``."""
+        return self._next_verdict_ns <= until_ns and self.goes_on and not self._verdicts.has_answer
 
     def _release(self) -> None:
         if not self._released.is_set():

@@ -32,9 +32,9 @@ class VerdictQueue:
         return len(self._verdicts)
 
     @property
-    def has_round(self) -> bool:
-        """Whether a round's verdict waits."""
-        return any(_is_round(verdict) for verdict in self._verdicts)
+    def has_answer(self) -> bool:
+        """Whether the verdict of a round waits that was asked for."""
+        return any(verdict.num_draft_tokens and verdict.drafted is None for verdict in self._verdicts)
 
     def add_states(self, states: HiddenStates) -> None:
         """Keep hidden states for the next verdict that is taken."""

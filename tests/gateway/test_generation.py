@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -10,7 +12,7 @@ from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
 from gateway.merging import merge
 from gateway.requests.preparation import mix_seed
-from gateway.requests.types import GenerationRequest
+from gateway.requests.types import GenerationChunk, GenerationRequest
 from specdec.codec import SharedTokenIds
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
 from specdec.params import SamplingParams
@@ -18,6 +20,7 @@ from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from specdec.types import FinishReason, Verdict
 from tests.gateway.conftest import router_of
+from tests.gateway.fakes import FakeTargetSession
 
 
 def greedy(**changes):
@@ -46,6 +49,50 @@ async def test_samples_share_their_prompt(make_generation, backends):
     prompts = [spec.token_ids for servers in backends for spec in servers[0].specs]
     assert len(prompts) > 3
     assert all(isinstance(prompt, SharedTokenIds) and prompt is prompts[0] for prompt in prompts)
+
+
+def followed(monkeypatch, *, lost_after=None):
+    """Targets say of two in three verdicts that another one follows, and are lost after so many, once."""
+    receive, seen = FakeTargetSession.receive, []
+
+    async def marked(session):
+        if len(seen) == lost_after:
+            seen.append(None)
+            raise Unavailable("lost")
+        seen.append(await receive(session))
+        return replace(seen[-1], is_followed=len(seen) % 3 != 0 and seen[-1].finish_reason is None)
+
+    monkeypatch.setattr(FakeTargetSession, "receive", marked)
+
+
+async def test_verdicts_that_come_together_make_one_chunk(make_generation, monkeypatch):
+    request = GenerationRequest(prompt=[5, 6], params=greedy(max_tokens=60, logprobs=1), return_token_metrics=True)
+    apart, together = [], []
+    for chunks in (apart, together):
+        async with contextlib.aclosing(make_generation().stream(request)) as stream:
+            chunks += [chunk async for chunk in stream]
+        followed(monkeypatch)
+    assert 2 * len(together) < len(apart)
+    whole, other = reduce(GenerationChunk.joined, apart), reduce(GenerationChunk.joined, together)
+    assert whole.text == other.text == "".join(chunk.text for chunk in apart)
+    assert (whole.token_ids, whole.logprobs) == (other.token_ids, other.logprobs)
+    assert [len(chunk.token_metrics) for chunk in together] == [len(chunk.token_ids) for chunk in together]
+    assert together[0].prompt is not None
+    assert together[-1].final.usage == apart[-1].final.usage
+
+
+@pytest.mark.parametrize("max_target_retries", [0, 2])
+async def test_what_came_before_a_loss_is_not_held_back(make_generation, script, monkeypatch, max_target_retries):
+    """The verdict that should have followed never comes."""
+    followed(monkeypatch, lost_after=4)
+    generation = make_generation(max_target_retries=max_target_retries)
+    token_ids = []
+    with nullcontext() if max_target_retries else pytest.raises(Unavailable):
+        async with contextlib.aclosing(generation.stream(GenerationRequest(prompt=[5], params=greedy()))) as chunks:
+            async for chunk in chunks:
+                token_ids += chunk.token_ids
+    assert token_ids == script.expect(1, 40)[: len(token_ids)]
+    assert len(token_ids) == 40 if max_target_retries else len(token_ids) > 4
 
 
 async def test_chunks_never_break_characters(make_generation, tokenizer):

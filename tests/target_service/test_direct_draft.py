@@ -19,6 +19,7 @@ from specdec.v1 import draft_service_pb2_grpc as draft_grpc
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from target_service import core as core_module
+from target_service import servicer as servicer_module
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until_clean
 from tests.target_service.test_servicer import Client
 from tests.until import until
@@ -176,7 +177,27 @@ async def test_rounds_without_messages_of_the_gateway(start_core, serve, plain, 
         await until_clean(core)
 
 
-async def test_lengths_change_while_rounds_run(start_core, serve, plain, tmp_path):
+async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monkeypatch):
+    """Nobody waits for them: the gateway chose their lengths before."""
+    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 0.5)
+    prompt = make_prompt(1)
+    text = plain(prompt, NUM_TOKENS)
+    draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt) as client:
+            await client.open_draft(address)
+            await client.until_told("draft_opened")
+            client.draft(K)
+            verdicts = await client.rest()
+        assert tokens_of(client.first, verdicts) == text
+        groups = sum(not verdict.is_followed for verdict in verdicts)
+        assert groups <= 3 < len(verdicts)
+        assert not verdicts[-1].is_followed
+        await until_clean(core)
+
+
+async def test_lengths_change_while_rounds_run(start_core, serve, plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 0.0)  # each verdict is answered before the next round
     prompt = make_prompt(2)
     text = plain(prompt, NUM_TOKENS)
     draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))
