@@ -139,12 +139,13 @@ def test_an_editable_install_needs_no_cmake(tmp_path: Path) -> None:
 
 
 def test_the_image_holds_what_the_build_needs() -> None:
-    """The Dockerfile copies every package and every file that pyproject.toml names."""
+    """The Dockerfile copies every package and every file that pyproject.toml names; engines get the plug-in beside."""
     copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     names = {name for line in copied for name in line.split()}
+    installed = re.findall(r"/tmp/tandem/(\S+)", (ROOT / "deploy/engines/Dockerfile").read_text())
     assert {*PACKAGES, "pyproject.toml", METADATA["readme"], *METADATA["license-files"]} <= names
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert names == allowed
+    assert {*names, *installed} == allowed
     assert all((ROOT / name).exists() for name in names)
 
 
