@@ -145,7 +145,7 @@ class FakeBackend:
         return tuple(tokens)
 
     #: Sessions that share the time of its messages.
-    num_multi_step = 0
+    num_going_on = 0
 
     def count_stale(self):
         raise AssertionError("the gateway sent a stale message")
@@ -192,6 +192,9 @@ class FakeSession:
         if isinstance(item, Exception):
             raise item
         return item
+
+    async def receive_all(self, gather_until_ns):
+        return [await self.receive(gather_until_ns)]
 
     def end(self):
         """What the servicers call when the requests have ended."""
