@@ -56,6 +56,7 @@ def other_value(option: Option) -> Any:
         "log_level": "debug",
         "otlp_traces_endpoint": "http://collector:4317",
         "quantization": "int8",
+        "quantized_activations": "float",
         "verification": Rule.COUPLED,
     }
     if option.name in chosen:

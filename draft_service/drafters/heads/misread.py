@@ -29,7 +29,7 @@ from engine.heads.paged import PagedHead
 from engine.sampling.state import SamplingState
 from specdec.methods import METHODS
 from specdec.params import SamplingParams
-from specdec.rules import Rule
+from specdec.rules import one_rule_per_sampling
 from specdec.settings import ModelSettings
 from specdec.types import HiddenStates, SessionSpec
 
@@ -156,9 +156,8 @@ class GreedyDrafts:
         state = SamplingState(
             SamplingParams(temperature=0.0, seed=0), token_ids, 1, self._paged.head.config.vocab_size, device=device
         )
-        job = ChainJob(
-            self._sequence, token_ids[start + 1 :], _NUM_TOKENS, state, Rule.BLOCK, features=features[start:end]
-        )
+        rule, features = one_rule_per_sampling()[0], features[start:end]  # greedy tokens are those of any rule
+        job = ChainJob(self._sequence, token_ids[start + 1 :], _NUM_TOKENS, state, rule, features=features)
         return self._paged.draft_chains([job])[0].token_ids
 
 

@@ -30,7 +30,7 @@ class AskingTarget(FakeTarget):
 
 
 class AskingSession(FakeTargetSession):
-    async def open_draft(self, address, spec, timeout_s):
+    async def open_draft(self, address, spec, timeout_s, relay=None):
         self.backend.asked.append(address)
         raise Unavailable("not reached")
 
