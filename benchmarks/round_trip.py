@@ -47,7 +47,9 @@ class Rounds:
     """Medians over the rounds of one route, in microseconds."""
 
     route: str
+    #: That passed the stations.
     num_rounds: int
+    #: Of answers: the time of one divided by its rounds.
     round_us: float
     #: From the station before to each station; the first one's is from the last one.
     station_us: Mapping[str, float]
@@ -62,7 +64,7 @@ async def follow(deployment: Deployment, route: str, seconds: float) -> Rounds:
 
         async with start_system("embedded", deployment) as system:
             times, _ = await _stream(system, deployment.gateway.num_speculative_tokens, seconds, {})
-        return Rounds(route, len(times), 1e6 * median(times), {}, {})
+        return Rounds(route, 0, 1e6 * median(times), {}, {})
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         times, cpu_us = await _stream_from_processes(deployment, route, seconds, Path(folder))
         num_rounds, station_us = durations(_read(Path(folder)), DIRECT if route == "direct" else RELAYED)
@@ -105,24 +107,26 @@ async def _stream_from_processes(
 async def _stream(
     system: System, k: int, seconds: float, processes: Mapping[str, psutil.Process]
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds between two pieces of an answer, and microseconds of CPU of each process per piece."""
+    """Seconds of a round in each answer, and microseconds of CPU of each process per round. Verdicts may come together,
+    so the rounds of an answer are counted by the server.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     times: list[float] = []
-    num_pieces, cpu_s = 0, dict.fromkeys(processes, 0.0)
+    num_rounds, cpu_s = 0, dict.fromkeys(processes, 0.0)
     end = time.perf_counter() + seconds
     is_warm = False
     while time.perf_counter() < end or not times:
         before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
-        async with aclosing(system.stream(PROMPT, params, None, k)) as pieces:
-            at = [piece.at async for piece in pieces]
+        async with aclosing(system.stream(PROMPT, params, None, k)) as answer:
+            pieces = [piece async for piece in answer]
         if is_warm:
-            # Without the first token, and without the rounds until the draft has joined.
-            times += [after - before for before, after in pairwise(at[3:])]
-            num_pieces += len(at)
+            count = (pieces[-1].speculation or {})["num_spec_steps"]
+            times.append((pieces[-1].at - pieces[0].at) / count)
+            num_rounds += count
             for name, process in processes.items():
                 cpu_s[name] += sum(process.cpu_times()[:2]) - before[name]
         is_warm = True
-    return times, {name: 1e6 * spent / num_pieces for name, spent in cpu_s.items()}
+    return times, {name: 1e6 * spent / num_rounds for name, spent in cpu_s.items()}
 
 
 def durations(events: Sequence[tuple[str, int]], stations: Stations) -> tuple[int, dict[str, float]]:
@@ -157,7 +161,7 @@ def table_of(results: Sequence[Rounds]) -> Table:
     table.add_row("over one process", *(f"{each.round_us / results[-1].round_us:.2f}" for each in results))
     for name in results[0].cpu_us:
         table.add_row(f"CPU of the {name}", *(f"{each.cpu_us[name]:.0f}" if each.cpu_us else "" for each in results))
-    table.add_row("rounds", *(f"{each.num_rounds}" for each in results))
+    table.add_row("rounds", *(f"{each.num_rounds or ''}" for each in results))
     return table
 
 

@@ -431,7 +431,11 @@ async def test_no_draft_changes_a_text(stack, prompts, answers):
     wait_until(lambda: is_free(stack), 10, "the end of all sessions")
 
 
-@pytest.mark.parametrize("answers", [late_tokens, silence, wrong_tokens], ids=lambda answers: answers.__name__)
+@pytest.mark.parametrize(
+    "answers",
+    [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in (late_tokens, wrong_tokens)), silence],
+    ids=lambda answers: answers.__name__,
+)
 async def test_one_that_brings_nothing_is_not_asked(paced, prompts, answers):
     """Pacing gives it up. A request is then as fast as a plain one: both in turn."""
     request = request_of(prompts[2], max_tokens=400)
@@ -452,7 +456,9 @@ async def test_one_that_brings_nothing_is_not_asked(paced, prompts, answers):
         assert median(ratios) > 0.8  # on a machine that does other things as well
 
 
-@pytest.mark.parametrize("answers", [a_flood, wrong_tokens], ids=lambda answers: answers.__name__)
+@pytest.mark.parametrize(
+    "answers", [a_flood, pytest.param(wrong_tokens, marks=pytest.mark.exhaustive)], ids=lambda answers: answers.__name__
+)
 async def test_others_are_not_held_up(stack, prompts, answers):
     """The longest gap of another stream, with the attack and without it in turn, is not doubled."""
     request = request_of(prompts[1], max_tokens=200)

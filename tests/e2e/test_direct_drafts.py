@@ -183,7 +183,7 @@ def line_to(draft, rtt_ms):
         loop.close()
 
 
-@pytest.mark.parametrize("rtt_ms", [0.0, 5.0])
+@pytest.mark.parametrize("rtt_ms", [pytest.param(0.0, marks=pytest.mark.exhaustive), 5.0])
 def test_a_draft_over_a_network(tmp_path, prompts, rtt_ms):
     """The target asks it. Far away it streams: nobody's text changes. Under a ratio rule it is waited for."""
     draft = draft_process("--port", "0").start()
