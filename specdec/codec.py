@@ -292,6 +292,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         num_multi_step_left=verdict.num_multi_step_left,
         drafted=None if drafted is None else target_pb.DraftedRound(**_values(drafted, DraftedRound)),
         is_followed=verdict.is_followed,
+        committed_ns=verdict.committed_ns,
     )
 
 
@@ -311,6 +312,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         num_multi_step_left=message.num_multi_step_left,
         drafted=DraftedRound(**_values(message.drafted, DraftedRound)) if message.HasField("drafted") else None,
         is_followed=message.is_followed,
+        committed_ns=message.committed_ns,
     )
 
 

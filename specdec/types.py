@@ -194,6 +194,8 @@ class Verdict:
     drafted: DraftedRound | None = None
     #: Another verdict follows at once: what is made of both may wait for it.
     is_followed: bool = False
+    #: When it was committed, by a steady clock of the target; 0: not told.
+    committed_ns: int = 0
 
     @property
     def committed_len(self) -> int:

@@ -86,6 +86,8 @@ class Decoding:
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
         self.answered: AskedRound | None = None
+        #: This process's clock less that of the target.
+        self._clock_ns: int | None = None
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -236,7 +238,8 @@ class Decoding:
             logger.warning("the draft reads hidden states that target %s does not have: %s", replica.name, error)
             draft.refuse(error)
             first = await target.open(num_multi_step, HiddenStateSpec())
-        self._pace.record(first, 0, time.perf_counter_ns())
+        self._clock_ns = None
+        self._pace.record(first, 0, self._committed_ns(first))
         self.answered = None
         return first
 
@@ -347,7 +350,7 @@ class Decoding:
 
     def _record(self, answered: AskedRound | None, verdict: Verdict) -> Verdict:
         """Count a verdict, of a round or of multi-step decode."""
-        now_ns = time.perf_counter_ns()
+        now_ns = self._committed_ns(verdict)
         if self._lookup.is_on:
             self._lookup_pace.record(verdict, now_ns, is_plain=not self._draft.k)
         self.answered = answered if verdict.num_draft_tokens else None
@@ -360,7 +363,7 @@ class Decoding:
             self.metrics.num_direct_rounds += 1
             self.metrics.draft_wait_ns += answered.wait_ns
             self._draft.note_direct(answered.num_tokens)
-        self.metrics.record(verdict, now_ns - answered.asked_ns, depth)
+        self.metrics.record(verdict, time.perf_counter_ns() - answered.asked_ns, depth)
         if answered.is_predicted:
             self.metrics.num_accepted_predicted_tokens += verdict.num_accepted
             self.metrics.num_rejected_predicted_tokens += verdict.num_draft_tokens - verdict.num_accepted
@@ -369,6 +372,16 @@ class Decoding:
         else:
             self._pace.record(verdict, answered.num_tried(verdict), now_ns, tree_depth=depth)
         return verdict
+
+    def _committed_ns(self, verdict: Verdict) -> int:
+        """When a verdict was committed, as if the way from the target always took what it took for the first one: those
+        that come together were not committed together.
+        """
+        if not verdict.committed_ns:
+            return time.perf_counter_ns()
+        if self._clock_ns is None:
+            self._clock_ns = time.perf_counter_ns() - verdict.committed_ns
+        return self._clock_ns + verdict.committed_ns
 
     def _commit(self, verdict: Verdict) -> Verdict:
         self._state.commit(verdict.token_ids)

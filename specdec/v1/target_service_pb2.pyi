@@ -538,6 +538,7 @@ class Verdict(_message.Message):
     NUM_MULTI_STEP_LEFT_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     IS_FOLLOWED_FIELD_NUMBER: _builtins.int
+    COMMITTED_NS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -554,6 +555,8 @@ class Verdict(_message.Message):
     """Tokens that the target still decodes in multi-step; 0: it waits for a request."""
     is_followed: _builtins.bool
     """Another verdict follows at once: what is made of both may wait for it."""
+    committed_ns: _builtins.int
+    """When it was committed, by a steady clock of the target in nanoseconds."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens now committed after base_len: the accepted ones, then the target's own. Shorter where the sequence ended."""
@@ -592,10 +595,11 @@ class Verdict(_message.Message):
         num_multi_step_left: _builtins.int = ...,
         drafted: Global___DraftedRound | None = ...,
         is_followed: _builtins.bool = ...,
+        committed_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "drafted", b"drafted", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "drafted", b"drafted", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "is_followed", b"is_followed", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_multi_step_left", b"num_multi_step_left", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "committed_ns", b"committed_ns", "drafted", b"drafted", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "is_followed", b"is_followed", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_multi_step_left", b"num_multi_step_left", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -442,6 +442,7 @@ class Session:
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
                 drafted=drafted,
+                committed_ns=now_ns,
             )
         )
         if not self._may_gather(self._verdicts.gather_until_ns):

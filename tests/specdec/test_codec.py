@@ -138,6 +138,7 @@ verdicts = st.builds(
     hidden_states=st.lists(hidden_states(), max_size=2).map(tuple),
     drafted=st.none() | st.builds(DraftedRound, uint32, uint32, uint64, uint64, uint32),
     is_followed=st.booleans(),
+    committed_ns=uint64,
 )
 target_openeds = st.builds(TargetOpened, uint32, rules, uint32, logprobs, uint64, uint64, st.booleans())
 draft_openeds = st.builds(DraftOpened, uint32, uint32, uint32)

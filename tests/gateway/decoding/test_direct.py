@@ -1,10 +1,12 @@
 """Which drafts a target is told to ask itself."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from gateway.decoding.context import DecodingContext
+from gateway.pacing.pace import FixedPace
 from gateway.placement.routing import Replica, Router
 from specdec.errors import Unavailable
 from specdec.settings import GatewaySettings
@@ -55,3 +57,27 @@ async def test_who_asks_the_draft(target_name, draft_name, remote, tls, is_asked
     assert out == reference(PROMPT, params(max_tokens=60))
     assert target.asked == [draft_name] * is_asked
     assert decoding.metrics.num_spec_steps > 0
+
+
+async def test_verdicts_that_come_together_were_not_committed_together(monkeypatch):
+    """Pacing is told when the target committed them, not when they came."""
+    target, draft = FakeTarget(latency_s=0.0001), FakeDraft()
+    router = Router([Replica(LOCAL, target, info=target.model)], [Replica(LOCAL, draft, info=draft.model)])
+    router.target_up(router.targets.replicas[0], target.model)
+    receive, seen, told = FakeTargetSession.receive, [], []
+
+    async def dated(session):
+        verdict = replace(await receive(session), committed_ns=10**6 * (len(seen) + 2))
+        seen.append(verdict)
+        return verdict
+
+    class Watched(FixedPace):
+        def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+            told.append(now_ns)
+
+    monkeypatch.setattr(FakeTargetSession, "receive", dated)
+    monkeypatch.setattr(DecodingContext, "pace", lambda self, replica, limit, drafter="": Watched(limit))
+    await run(DecodingContext(router, GatewaySettings()), request_of(4, max_tokens=20))
+    steps = [after - before for before, after in pairwise(told[1:])]
+    assert len(steps) > 3
+    assert set(steps) == {10**6}
