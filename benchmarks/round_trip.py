@@ -107,9 +107,7 @@ async def _stream_from_processes(
 async def _stream(
     system: System, k: int, seconds: float, processes: Mapping[str, psutil.Process]
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds of a round in each answer, and microseconds of CPU of each process per round. Verdicts may come together,
-    so the rounds of an answer are counted by the server.
-    """
+    """Seconds of a round in each answer, and microseconds of CPU of each process per round; the server counts them."""
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     times: list[float] = []
     num_rounds, cpu_s = 0, dict.fromkeys(processes, 0.0)
