@@ -1,5 +1,7 @@
-"""The chart of docs/measurements.md#distance: ``python -m benchmarks.distance_chart`` draws docs/distance.svg from the
-lines of docs/distance.jsonl, which ``python -m benchmarks.distance`` has printed, each with a ``label`` of its series.
+"""The chart of docs/measurements.md#distance, from the lines of docs/distance.jsonl.
+
+``python -m benchmarks.distance`` prints them; each has the ``label`` of its series added. What it simulates is one
+session without loss, so other rows do not show that.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def draw(lines: Sequence[str], path: Path) -> None:
             low, high = zip(*(map(float, row["quartiles"].split("–")) for row in rows), strict=True)
             axes.plot(rtts, [row["speed"] for row in rows], f"C{i}o-", label=label, markersize=4)
             axes.fill_between(rtts, low, high, color=f"C{i}", alpha=0.12, linewidth=0)
-            if all("never_wait" in row for row in rows):
+            if all("never_wait" in row and row["sessions"] == 1 for row in rows) and "lost" not in label:
                 simulated = [max(1.0, row["never_wait"], row["wait"]) for row in rows]
                 axes.plot(rtts, simulated, f"C{i}--", linewidth=0.9)
         axes.axhline(1.0, color="black", linewidth=0.8)

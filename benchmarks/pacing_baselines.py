@@ -25,7 +25,7 @@ from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 #: Drafted tokens of a round, where a policy drafts.
 NUM_TOKENS: Final = 4
-#: The static rule: sessions from which on nothing is drafted.
+#: The static rule: the most sessions that draft.
 STATIC_SESSIONS: Final = 2
 #: Weight of the newest round, the acceptance rate from which on rounds are drafted, and one verdict in so many that is
 #: drafted in any case, to learn the rate.

@@ -131,7 +131,8 @@ class AttachedDraft:
 def _read(path: Path) -> str:
     """The text of a file, as much as may be sent; empty where there is none."""
     try:
-        return path.read_bytes()[:MAX_PREDICTION_BYTES].decode(errors="ignore")
+        with path.open("rb") as file:
+            return file.read(MAX_PREDICTION_BYTES).decode(errors="ignore")
     except OSError:
         return ""
 

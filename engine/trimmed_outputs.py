@@ -40,6 +40,12 @@ class TrimmedOutputs(nn.Module):
         return whole
 
 
+def output_linear(model: Any) -> Any:
+    """The linear layer that computes a language model's logits: of a trimmed one that of the tokens it drafts."""
+    own = model.get_output_embeddings()
+    return own.linear if isinstance(own, TrimmedOutputs) else own
+
+
 def rows_of(layer: nn.Linear, token_ids: Tensor) -> nn.Linear:
     """A layer of some rows of another one, copied."""
     at = token_ids.to(layer.weight.device)

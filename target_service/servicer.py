@@ -250,6 +250,7 @@ class _Requests:
 
         async def connect(token_ids: tuple[int, ...]) -> DraftStream:
             if not self._session.spec.is_draft_invariant:
+                await stream.close()
                 raise InvalidRequest("a draft without an address may change no text: use temperature 0 or coupled")
             draft = await DraftStream.open(stream, _opening(message, token_ids))
             if not draft.opened.streams:

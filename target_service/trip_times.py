@@ -11,7 +11,7 @@ from typing import Final
 MEMORY: Final = 9
 LEAST: Final = 3
 #: A trip from this share of a step on is not waited for; back to waiting it goes below the other one. At 0.18 of a step
-#: rounds had 2.05 of plain speed and a stream 1.89, at 0.71 1.49 and 1.77 (``python -m benchmarks.distance``).
+#: rounds had 2.05 of plain speed and a stream 1.89, at 0.71 1.49 and 1.77 (each forced, steps of 28 ms).
 STREAMS_FROM: Final = 0.3
 WAITS_BELOW: Final = 0.2
 #: Trips that a draft stays far away after a proposal was held up: with 1 % of the packets lost, a round in fifty waits

@@ -21,6 +21,7 @@ from engine.cuda.attention import DTYPES, padded_size, paged_attention
 from engine.cuda.few_rows import FewRows, Product
 from engine.cuda.row_kernels import norm, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
+from engine.trimmed_outputs import output_linear
 
 #: What hidden states are given as; see :mod:`engine.hidden_states`.
 _STATE_DTYPE: Final = torch.bfloat16
@@ -170,7 +171,7 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
     config, body = model.config, model.model
     if config.hidden_act != "silu" or (config.rope_parameters or {}).get("rope_type", "default") not in ROPE_TYPES:
         return "its activation or its rotary embedding"
-    if not _is_plain(model.lm_head, "GatheredLinear") or any(p.dtype not in DTYPES for p in model.parameters()):
+    if not _is_plain(output_linear(model), "GatheredLinear") or any(p.dtype not in DTYPES for p in model.parameters()):
         return "its output layer or dtype"
     for layer, (k_cache, v_cache) in zip(body.layers, caches, strict=True):
         attention, mlp = layer.self_attn, layer.mlp

@@ -171,7 +171,8 @@ def choose(
         max_rows = num_rows
     chosen = FewRows(max_rows, tiles)
     logger.info("linear layers of up to %d rows take one launch each (measured)", max_rows)
-    _write(path, chosen, layers[0])
+    if clock() < ends:  # what time cut short is measured again by the next process
+        _write(path, chosen, layers[0])
     return chosen
 
 
@@ -265,7 +266,9 @@ def _read(path: Path, products: Sequence[Product]) -> FewRows | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         tiles = {product.shape: Tiles(*own) for product, own in zip(products, kept["tiles"], strict=True)}
-        return FewRows(int(kept["max_rows"]), tiles if set(tiles.values()) <= set(TILES) else {})
+        if not set(tiles.values()) <= set(TILES):
+            raise ValueError("it names unknown tiles")
+        return FewRows(int(kept["max_rows"]), tiles)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

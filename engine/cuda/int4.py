@@ -27,7 +27,8 @@ def unknown(weight: GroupedWeight) -> str | None:
         return "codes of 8 bits"
     if not torch.equal(weight.table.diff(), torch.ones(15, dtype=weight.table.dtype)):
         return "codes that are no whole numbers"
-    if weight.group not in GROUPS or weight.in_features % (16 * _INNER_TILES) or weight.out_features % _OUTPUTS:
+    inputs, outputs = weight.in_features, weight.out_features
+    if weight.group not in GROUPS or inputs % weight.group or inputs % (16 * _INNER_TILES) or outputs % _OUTPUTS:
         return f"{weight.out_features} x {weight.in_features} weights in groups of {weight.group}"
     return None
 

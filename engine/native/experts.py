@@ -49,10 +49,11 @@ def _packed(library: NativeLibrary, module: nn.Module, name: str, num_threads: i
     matrices = [Matrix(weight) for weight in weights]
     memory = Memory(library, sum(group_bytes(library, [matrix]) for matrix in matrices))
     packed = [pack_group(library, memory, [matrix], num_threads)[0] for matrix in matrices]
+    dtype, num_bytes = weights.dtype, weights.nbytes
     setattr(module, name, nn.Parameter(weights.new_empty(0), requires_grad=False))
-    del matrices
-    give_back_freed(weights.nbytes)
-    return [NativeLinear(weight, weights.dtype, None, num_threads) for weight in packed]
+    del matrices, weights
+    give_back_freed(num_bytes)
+    return [NativeLinear(weight, dtype, None, num_threads) for weight in packed]
 
 
 def _run(  # noqa: PLR0917 - ends with what transformers gives it

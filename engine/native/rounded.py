@@ -16,6 +16,7 @@ from engine.cuda.int4 import Int4Linear
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
 from engine.layers import is_kept_as_it_is
 from engine.native.library import DTYPES
+from engine.trimmed_outputs import output_linear
 
 _INT8_MAX: Final = 127
 #: Activations that share a scale: kRun of grouped.h.
@@ -99,7 +100,7 @@ def quantise_linears(model: nn.Module, bits: int = 8) -> int:
     was not normed, and may have a few large numbers beside many small ones. Embeddings, norms and biases stay as they
     are; an output layer that shares the embedding's weight gets its own. Returns how many layers were replaced.
     """
-    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+    output = output_linear(model) if isinstance(model, PreTrainedModel) else None
 
     def rounded(layer: Any) -> PackedLinear:
         weight = plain_weight(layer)
@@ -147,7 +148,7 @@ def grouped_numbers(model: PreTrainedModel) -> int:
     """How many weights a model has in groups: torch does not count them among its parameters. Those of an output layer
     that is tied to the embedding are counted there.
     """
-    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None  # type: ignore[no-untyped-call]
+    tied = output_linear(model) if model.config.tie_word_embeddings else None
     layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Int4Linear) and m is not tied]
     return sum(layer.in_features * layer.out_features for layer in layers)
 

@@ -19,7 +19,7 @@ from gateway.access.caller import Caller
 from gateway.access.usage import Clients
 from gateway.placement.routing import Replica, Router
 from specdec.backends import DraftBackend
-from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, quote
+from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable, quote
 from specdec.types import ModelInfo, ServerLoad, SessionSpec, Verdict
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import generation_service_pb2 as generation_pb
@@ -44,7 +44,7 @@ REJECTED_PER_ROUND: Final = 4
 #: Nanoseconds of drafting that are believed: the times are added up.
 MAX_DRAFT_NS: Final = 10**10
 #: Characters of a client's words in the log.
-MAX_WORDS: Final = 120
+MAX_TEXT_LENGTH: Final = 120
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 
@@ -68,11 +68,23 @@ class Attachment:
         #: What gets the answers of each session.
         self._answers: dict[int, Callable[[pb.RelayedResponse], None]] = {}
         self._num_opened = 0
+        self._is_over = False
         #: What its requests are expected to answer, as text, or as token ids once a request has needed them.
         self.prediction: str | Sequence[int] = ""
 
+    @property
+    def brings_draft(self) -> bool:
+        """Whether it drafts; else it brings predictions alone."""
+        return self._info is not None
+
     def open_relayed(self, answer: Callable[[pb.RelayedResponse], None]) -> AttachedSession:
-        """Begin a session of the draft."""
+        """Begin a session of the draft.
+
+        Raises:
+            Unavailable: the call is over.
+        """
+        if self._is_over:
+            raise Unavailable("the client that brought the draft has left")
         self._num_opened += 1
         self._answers[self._num_opened] = answer
         return AttachedSession(self, self._num_opened)
@@ -104,6 +116,7 @@ class Attachment:
 
     def close(self) -> None:
         """The call is over, and with it every session."""
+        self._is_over = True
         answers, self._answers = self._answers, {}
         for session, answer in answers.items():
             answer(pb.RelayedResponse(session=session, error="the client that brought it has left"))
@@ -169,7 +182,7 @@ class Attachments:
         """The attachment of this token, and the router of its draft, if it brings one; None: it is not there."""
         if not token or (found := self._open.get((caller.key, token))) is None:
             return None
-        return found[1], self._routers.get((caller.key, token))
+        return found[1], self._routers.get((caller.key, token)) if found[1].brings_draft else None
 
     @contextmanager
     def join(
@@ -239,12 +252,12 @@ class Attachments:
         if info.hidden_state_layers:
             raise InvalidRequest("the draft reads hidden states, which no client gets; attach a draft model")
         known = ModelInfo(
-            name=info.name[:MAX_WORDS],
+            name=info.name[:MAX_TEXT_LENGTH],
             # Prices are learned by method: nobody else's depend on this draft.
             method=f"attached by {caller.client}",
             vocab_size=info.vocab_size,
             tokenizer_size=info.tokenizer_size,
-            tokenizer_fingerprint=info.tokenizer_fingerprint[:MAX_WORDS],
+            tokenizer_fingerprint=info.tokenizer_fingerprint[:MAX_TEXT_LENGTH],
             num_speculative_tokens=info.num_speculative_tokens,
         )
         check_compatible(self._router.model(), known)
@@ -254,8 +267,9 @@ class Attachments:
 def _checked(answer: pb.RelayedResponse) -> pb.RelayedResponse:
     """What a target gets of an answer."""
     if answer.error:
-        return pb.RelayedResponse(error=quote(answer.error[:MAX_WORDS]))
+        return pb.RelayedResponse(error=quote(answer.error[:MAX_TEXT_LENGTH]))
     for proposal in (answer.response.proposal, *answer.response.more_proposals):
-        if max(proposal.draft_ns, proposal.queue_ns) > MAX_DRAFT_NS:
-            proposal.draft_ns = proposal.queue_ns = MAX_DRAFT_NS
+        for name in ("draft_ns", "queue_ns"):
+            if getattr(proposal, name) > MAX_DRAFT_NS:
+                setattr(proposal, name, MAX_DRAFT_NS)
     return answer

@@ -89,9 +89,9 @@ class GrpcTargetSession:
         self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
     ) -> DirectDraftSession:
         """See :class:`specdec.backends.DraftOpener`."""
-        self._draft = draft = DirectDraftSession(spec.epoch, self._post_length)
         if relay is not None:
             self._relayed[spec.epoch] = relay.open_relayed(partial(self._pass_answer, spec.epoch))
+        self._draft = draft = DirectDraftSession(spec.epoch, self._post_length)
         message = pb.OpenDraft(
             epoch=self._epoch,
             address=address,

@@ -59,7 +59,7 @@ class DrafterPacer:
         self.target = target
         #: Open sessions that draft by this method.
         self.num_sessions = 0
-        #: Drafted tokens of a round at most, in the latest session that may draft.
+        #: Drafted tokens of a round at most, in any session.
         self.limit = 0
         #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
@@ -112,7 +112,7 @@ class DrafterPacer:
     def end_late_trial(self, now_ns: int) -> None:
         """End a trial whose time is over, though no window closed: its sessions have left."""
         if self.trial is not None and now_ns > self._trial_end_ns:
-            self.trial = None
+            self._end_trial(now_ns)
 
     def _begin_trial(self, now_ns: int) -> None:
         """Begin a trial that is due, of the mode that was measured longest ago."""
@@ -134,7 +134,7 @@ class DrafterPacer:
             return
         speedups = self.speedups(TextAcceptance(), self.limit)
         lost = 1.0 - speedups[-1] if self.trial is Mode.SPECULATIVE else 1.0 - 1.0 / max(speedups)
-        lost_ns = max(lost, 0.0) * (now_ns - self._trial_begin_ns)
+        lost_ns = max(lost, 0.0) * (min(now_ns, self._trial_end_ns) - self._trial_begin_ns)
         self.target.stats.trial_loss_s += lost_ns / 1e9
         self._next_trial_ns = now_ns + int(max(lost_ns / ALLOWED_LOSS, self._least_pause_ns))
         self.trial = None
@@ -163,7 +163,7 @@ class SessionPace:
         self._is_known = False
         #: ``num_changes`` of the drafter when this session last chose.
         self._num_changes = -1
-        drafter.limit = limit or drafter.limit
+        drafter.limit = max(limit, drafter.limit)
         drafter.num_sessions += 1
         drafter.target.num_sessions += 1
 
@@ -194,7 +194,7 @@ class SessionPace:
         if last_ns is None or not num_tokens:
             return
         if self._limit:
-            stats.busy_s += (now_ns - last_ns) / drafter.target.num_sessions / 1e9
+            stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
         drafter.record(now_ns - last_ns, num_tokens, num_asked, now_ns)
 
     def skip(self, now_ns: int) -> None:

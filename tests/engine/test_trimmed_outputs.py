@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.batch import Segment
 from engine.chains import ChainJob, draft_chains
@@ -15,7 +16,9 @@ from engine.engine import Engine
 from engine.heads.dflash import DFlashHead
 from engine.heads.head import DraftHead
 from engine.loading.load import load_engine
+from engine.native.rounded import quantise_linears
 from engine.sampling.state import SamplingState
+from engine.trimmed_outputs import output_linear, trim_outputs
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -94,3 +97,14 @@ def test_texts_stay_what_they_are(tmp_path: Path) -> None:
     path.write_text(json.dumps([1, 5000]))
     with pytest.raises((InvalidRequest, ModelNotSupported), match="ids below 4096"):
         LLM(speculative_config={"model": "python-1m", "draft_vocab": str(path)})
+
+
+def test_rounded_to_4_bits_the_output_layer_keeps_8() -> None:
+    bits = {}
+    for is_trimmed in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(MODELS / "python-1m", dtype=torch.float32)
+        if is_trimmed:
+            trim_outputs(model, torch.arange(0, 4096, 2))
+        quantise_linears(model, bits=4)
+        bits[is_trimmed] = output_linear(model).grouped.table is None
+    assert bits == {False: True, True: True}, "codes of 8 bits have no table"

@@ -58,6 +58,7 @@ async def cause_chaos(
             await load.run(seconds, NUM_STREAMS)
             while disturbance.counts.total() < num_faults and not load.outcomes.wrong:
                 await load.run(1.0, NUM_STREAMS)
+        assert not sampling.done(), sampling.exception()
         sampling.cancel()
         took_s = time.monotonic() - started
         await rig.recover()

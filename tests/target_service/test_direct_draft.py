@@ -1,6 +1,7 @@
 """A target that asks a draft itself, over real sockets: the text is the same whatever the draft does."""
 
 import asyncio
+import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -265,9 +266,10 @@ async def test_a_proposal_that_comes_while_the_session_decodes_is_dropped(
     start_core, serve, plain, tmp_path, monkeypatch
 ):
     """Its round would be nobody's: the gateway asked for none, and the target tells of its own rounds alone."""
-    run_steps = core_module.run_steps
+    run_steps, begun = core_module.run_steps, threading.Event()
 
     def slow(*args, **kwargs):
+        begun.set()
         time.sleep(0.05)  # on the device thread: the proposal comes during the step
         return run_steps(*args, **kwargs)
 
@@ -285,7 +287,7 @@ async def test_a_proposal_that_comes_while_the_session_decodes_is_dropped(
             length = client.first.committed_len
             decode = pb.MultiStepDecode(epoch=1, committed_len=length, num_tokens=3)
             client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
-            await asyncio.sleep(0.02)
+            await until(begun.is_set)
             draft.may_answer.set()
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text

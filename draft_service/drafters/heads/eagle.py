@@ -187,7 +187,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._pool.rollback(sequence, state.known.num_entries)
             self._pool.release(sequence, self._text_of_entries(state))
         if self._first_text.close(state):
-            self._explaining = asyncio.get_running_loop().create_task(self._thread.run(self._first_text.explain))
+            self._explaining = asyncio.get_running_loop().create_task(self._first_text.explain(self._thread))
             self._explaining.add_done_callback(log_failure)
 
     def occupancy(self) -> Occupancy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from draft_service.drafters.heads.base import LoadedHead, tensor_of
 from engine.chains import ChainJob
+from engine.device_thread import DeviceThread
 from engine.heads.blocks import PagedBlocks
 from engine.heads.dflash import DFlashHead
 from engine.heads.eagle import EagleHead
@@ -96,26 +98,33 @@ class FirstText:
         self.owner = None
         usual = METHODS[self.loaded.info.method].usual_acceptance_length - 1.0
         self.is_over = self._num_rounds >= MIN_ROUNDS
-        return self.is_over and self._num_accepted < GOOD_SHARE * usual * self._num_rounds
+        if self.is_over and self._num_accepted < GOOD_SHARE * usual * self._num_rounds:
+            return True
+        self.token_ids, self.states = [], []
+        return False
 
-    def explain(self) -> None:
-        """Read the head again, try other settings, and log the best one if it is better; on the device thread."""
+    async def explain(self, thread: DeviceThread) -> None:
+        """Read the head again, try other settings, and log the best one if it is better. Between two settings the
+        device thread drafts for sessions.
+        """
         model, info = self.loaded.model, self.loaded.info
         ends = [each.end for each in self.states]
         if not ends or any(each.start != end for each, end in zip(self.states, (0, *ends), strict=False)):
             return
         features = tensor_of(self.states)
-        head = read_head(model.model, self.target, method=info.method, device=self.loaded.device)
-        with torch.inference_mode():
-            as_read = best = self._gain(head, features)
-            cause = ""
-            for text, changes in other_settings(head):
-                before = [(part, name, getattr(part, name)) for part, name, _ in changes]
-                _apply(changes)
-                gain = self._gain(head, features)
-                _apply(before)
-                if gain > best:
-                    best, cause = gain, text
+        head = await thread.run(
+            partial(read_head, model.model, self.target, method=info.method, device=self.loaded.device)
+        )
+        as_read = best = await thread.run(self._gain, head, features)
+        cause = ""
+        for text, changes in other_settings(head):
+            before = [(part, name, getattr(part, name)) for part, name, _ in changes]
+            _apply(changes)
+            gain = await thread.run(self._gain, head, features)
+            _apply(before)
+            if gain > best:
+                best, cause = gain, text
+        self.token_ids, self.states = [], []
         if cause and best >= max(BETTER * as_read, as_read + LEAST_GAIN):
             logger.warning(
                 "SELF-TEST FAILED: draft %s (%s) foresees %.2f tokens a round of its first text. Likely cause: %s. With"
@@ -123,6 +132,7 @@ class FirstText:
                 *(info.name, info.method, as_read, cause, best),
             )
 
+    @torch.inference_mode()
     def _gain(self, head: DraftHead, features: Tensor) -> float:
         """Tokens of the text that greedy drafts foresee, on average over its last positions."""
         drafts, text = GreedyDrafts(head, self.loaded.model), self.token_ids

@@ -11,7 +11,7 @@ from gateway.access.usage import Clients
 from gateway.backends import attachments as module
 from gateway.backends.attachments import Attachments
 from gateway.placement.routing import Replica, Router
-from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, StaleSession
+from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
 from specdec.settings import ClientLimits
 from specdec.types import DraftedRound, ModelInfo, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -68,7 +68,7 @@ def test_only_the_key_that_brought_it_finds_it(registry):
         assert attachment is client.attachment
         assert router.pick_draft("any").backend is attachment
         assert router.draft_model() == ModelInfo(
-            name=DRAFT.name[: module.MAX_WORDS],
+            name=DRAFT.name[: module.MAX_TEXT_LENGTH],
             method="attached by alice",
             vocab_size=64,
             tokenizer_size=64,
@@ -223,3 +223,11 @@ def test_attachments_end_when_the_gateway_drains(registry):
     with Client(registry) as client:
         registry.end(StaleSession("over"))
         assert len(client.ends) == 1
+
+
+def test_an_attachment_that_has_left_is_asked_nothing(registry):
+    with Client(registry):
+        found, router = registry.find(ALICE, TOKEN)
+        assert router is not None
+    with pytest.raises(Unavailable, match="has left"):
+        found.open_relayed(lambda answer: None)

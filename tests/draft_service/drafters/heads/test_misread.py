@@ -6,6 +6,7 @@ The heads are random. A text is made of the tokens that the head drafts with its
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from draft_service.drafters.heads import misread
 from draft_service.drafters.heads.base import LoadedHead
 from draft_service.drafters.heads.misread import FirstText, GreedyDrafts
+from engine.device_thread import DeviceThread
 from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
 from engine.heads.files.checkpoint import read_head
 from engine.heads.head import DraftHead
@@ -78,25 +80,27 @@ CASES: dict[str, tuple[Callable[[Path], DraftHead], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_setting_that_is_wrong_is_named(
+async def test_a_setting_that_is_wrong_is_named(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, wrong, words = CASES[case]
     head = make(tmp_path)
     text = foreseen_text(head)
 
-    def explained() -> str:
+    monkeypatch.setattr(misread, "read_head", lambda *_, **__: head)
+    thread = DeviceThread()
+
+    async def explained() -> str:
         caplog.clear()
-        monkeypatch.setattr(misread, "read_head", lambda *_, **__: head)
-        text.explain()
+        await copy(text).explain(thread)
         return caplog.text
 
-    assert "SELF-TEST" not in explained()
+    assert "SELF-TEST" not in await explained()
     for name, value in wrong.items():
         if hasattr(getattr(head, "midlayer", None), name):
             setattr(head.midlayer, name, value)
         head.config = replace(head.config, **{name: value})
-    assert words in explained()
+    assert words in await explained()
     assert all(getattr(head.config, name) == value for name, value in wrong.items()), "what was tried is undone"
 
 
