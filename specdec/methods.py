@@ -46,6 +46,10 @@ class Method:
     training_summary: str = ""
 
 
+#: Share of the usual gain (:attr:`Method.usual_acceptance_length` without the target's token) from which on a head is
+#: not looked into; times its gain that tell the cause.
+GOOD_SHARE: Final = 0.75
+BETTER: Final = 1.4
 #: In the ``config.json`` of prediction layers that were taken out of their target.
 MTP_FIELD: Final = "tandem_mtp"
 #: Parts of the names of tensors that prediction layers alone have; :mod:`engine.heads.files.mtp` knows them in full.

@@ -164,7 +164,7 @@ def test_a_draft_vocabulary(case, tmp_path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(chosen[::-1]))
     head = read_head(folder, folder, method="mtp")
     head.trim(read_draft_vocabulary(tmp_path / "ids.json", VOCAB))
-    assert head.body.get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
+    assert head.bodies[0].get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
     paged = PagedHead(head, settings_of(folder), 256)
     ids, states = text_and_states(target, 20, 6)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=100)
@@ -226,14 +226,14 @@ def test_float8_with_scales_of_blocks(tmp_path) -> None:
     method = {"quant_method": "fp8", "weight_block_size": [8, 16]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     head = read_head(tmp_path, tmp_path, method="mtp")
-    found = head.body.get_decoder().layers[0].self_attn.k_proj.weight
+    found = head.bodies[0].get_decoder().layers[0].self_attn.k_proj.weight
     wanted = rounded.float() * scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
     torch.testing.assert_close(found.float(), wanted.bfloat16().float())
 
 
 def test_positions_keep_their_precision_in_bfloat16(tmp_path) -> None:
     write_mtp_target(tmp_path, "qwen3_5")
-    exact = read_head(tmp_path, tmp_path, method="mtp").body.get_decoder().rotary_emb.inv_freq
+    exact = read_head(tmp_path, tmp_path, method="mtp").bodies[0].get_decoder().rotary_emb.inv_freq
     head = read_head(tmp_path, tmp_path, method="mtp", dtype=torch.bfloat16)
     assert head.dtype is torch.bfloat16
-    assert torch.equal(head.body.get_decoder().rotary_emb.inv_freq, exact)
+    assert torch.equal(head.bodies[0].get_decoder().rotary_emb.inv_freq, exact)
