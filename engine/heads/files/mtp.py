@@ -1,4 +1,4 @@
-"""Prediction layers in the folder of their target, or in one that holds nothing else (``tandem export-mtp``)."""
+"""Prediction layers in the folder of their target, or in one of their own: of ``tandem export-mtp`` or speculators."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ class MtpLayout:
     traits: Mapping[str, Any] = field(default_factory=dict)
 
 
+_NAMES_OF_MIMO: Final = {
+    _ENORM: "token_layernorm.weight",
+    _HNORM: "hidden_layernorm.weight",
+    _PROJECTION: "input_proj.weight",
+    _NORM: "final_layernorm.weight",
+}
 _LAYOUTS: Final = (
     MtpLayout(
         family="Qwen3-Next, Qwen3.5 and later",
@@ -70,13 +76,13 @@ _LAYOUTS: Final = (
     MtpLayout(
         family="MiMo",
         projection=re.compile(r"(?P<place>model\.mtp_layers\.\d+\.)input_proj\.weight"),
-        around={
-            _ENORM: "token_layernorm.weight",
-            _HNORM: "hidden_layernorm.weight",
-            _PROJECTION: "input_proj.weight",
-            _NORM: "final_layernorm.weight",
-        },
+        around=_NAMES_OF_MIMO,
         traits={"hidden_first": True, "blanks_first": True},
+    ),
+    MtpLayout(
+        family="speculators",
+        projection=re.compile(r"(?P<place>mtp_layers\.\d+\.)input_proj\.weight"),
+        around=_NAMES_OF_MIMO,
     ),
 )
 
@@ -94,9 +100,8 @@ def read_mtp(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
             " not known here"
         )
     layout, places = _find(folder, tensors)
-    num_layers = (
-        target.config.get("num_nextn_predict_layers") or target.config.get("mtp_num_hidden_layers") or len(places)
-    )
+    text = {**config, **(config.get("text_config") or {})}
+    num_layers = text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or len(places)
     if num_layers > len(places):
         raise ModelNotSupported(f"{folder} has {len(places)} prediction layers, and its config names {num_layers}")
     plain = _plain(folder, config, tensors)
@@ -228,6 +233,8 @@ def _body_config(folder: Path, given: Mapping[str, Any], layer: Mapping[str, Ten
     """The configuration of a model of the target's class with one layer, that of the tensors."""
     if given.get("model_type") == "mimo":  # Qwen2's layers
         config: PretrainedConfig = Qwen2Config(**{**given, "model_type": "qwen2"})
+    elif (named := given.get("transformer_layer_config")) is not None:  # of speculators
+        config = AutoConfig.for_model(**named)
     else:
         config = copy.deepcopy(AutoConfig.from_pretrained(folder).get_text_config(decoder=True))
     has_experts = any(".experts." in name for name in layer)
