@@ -48,7 +48,8 @@ class ChainJob:
     state: SamplingState
     rule: Rule
     #: What a draft head is fed with its tokens: the target's hidden states before them, float32 or bfloat16
-    #: [len(token_ids), num_features], contiguous, on the CPU. None where the model is no head.
+    #: [len(token_ids), num_features], contiguous, on the CPU. Of a model that drafts in parallel what is added to the
+    #: embeddings of the tokens; masks get the last row. None: nothing.
     features: torch.Tensor | None = None
     #: Of the features, where the head has several prediction layers.
     positions: Sequence[int] = ()
