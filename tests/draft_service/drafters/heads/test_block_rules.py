@@ -111,7 +111,7 @@ async def start_head():
         )
         thread = DeviceThread()
         blocks = await thread.run(lambda: PagedBlocks(head, model, 64, num_tokens=3, least_confidence=least))
-        drafter = OnStates(LoadedHead(head, torch.device("cpu"), model, info), blocks, thread, settings)
+        drafter = OnStates(LoadedHead(head, torch.device("cpu"), model, info, lambda: head), blocks, thread, settings)
         started.append(drafter)
         return drafter
 
