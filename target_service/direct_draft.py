@@ -206,6 +206,7 @@ class DirectDraft:
         if not offers or self._num_asked or not self._session.may_stream:
             return False
         self._is_streaming = True
+        self._told_ns.clear()
         self._stream_on()
         return True
 
@@ -213,8 +214,11 @@ class DirectDraft:
         """Tell the draft what is committed; end the stream where no drafts are wanted, or where rounds are better."""
         session, k = self._session, self._num_draft_tokens
         if k and self._times.is_far:
+            assert self._stream is not None, "a length is set once the draft is open"
+            k = self._stream.opened.num_speculative_tokens  # what is there costs rows alone
             session.stream(k)
             self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
+            self._expect()
             return
         self._is_streaming = False
         session.end_stream()
@@ -233,8 +237,18 @@ class DirectDraft:
         if begins:
             for length, told_ns in self._told_ns:
                 if length == proposal.base_len:
-                    trip_ns = time.perf_counter_ns() - told_ns - proposal.draft_ns - proposal.queue_ns
-                    self._times.add_trip(trip_ns)
+                    answer_ns = time.perf_counter_ns() - told_ns
+                    self._times.add_answer(answer_ns)
+                    self._times.add_trip(answer_ns - proposal.draft_ns - proposal.queue_ns)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Say when the next chain should come: the draft begins it when it hears of the token that ended the last."""
+        session, answer_ns = self._session, self._times.answer_ns
+        over_len, session.due_ns = session.chain_over_len, 0
+        if answer_ns and over_len is not None:
+            told_ns = next((told_ns for length, told_ns in self._told_ns if length >= over_len), 0)
+            session.due_ns = told_ns + answer_ns if told_ns else 0
 
     def _lose(self, error: TandemError) -> None:
         if not self._is_over:

@@ -35,6 +35,7 @@ class TripTimes:
         self._trips: deque[int] = deque(maxlen=MEMORY)
         self._steps: deque[int] = deque(maxlen=MEMORY)
         self._waits: deque[int] = deque(maxlen=MEMORY)
+        self._answers: deque[int] = deque(maxlen=MEMORY)
         self._num_held_up = 0
         #: Whether a proposal takes too long to wait for.
         self.is_far = is_far
@@ -54,6 +55,15 @@ class TripTimes:
     def add_wait(self, wait_ns: int) -> None:
         """A proposal was waited for so long, its drafting included."""
         self._waits.append(wait_ns)
+
+    def add_answer(self, answer_ns: int) -> None:
+        """A chain began so long after the draft was told of the token that ended the one before, drafting included."""
+        self._answers.append(answer_ns)
+
+    @property
+    def answer_ns(self) -> int:
+        """How long that takes, but for outliers; 0 where it is not known, or where no step may wait for the draft."""
+        return 0 if self._is_fixed or len(self._answers) < LEAST else sorted(self._answers)[-2:][0]
 
     @property
     def patience_s(self) -> float | None:

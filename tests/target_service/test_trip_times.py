@@ -56,6 +56,16 @@ def test_a_draft_on_this_machine_is_never_far() -> None:
     assert not times.is_far
 
 
+def test_how_long_a_chain_takes_leaves_out_the_longest() -> None:
+    """Of a draft that a step may wait for."""
+    times, attached = TripTimes(is_far=True), TripTimes(is_far=True, is_fixed=True)
+    for answer_ns in (10, 900, 30):
+        assert times.answer_ns == 0
+        times.add_answer(answer_ns)
+        attached.add_answer(answer_ns)
+    assert (times.answer_ns, attached.answer_ns) == (30, 0)
+
+
 def test_a_proposal_that_is_held_up_makes_a_draft_far_away_for_a_while() -> None:
     times = times_of(10, 1000)
     assert times.patience_s is None, "nothing was waited for yet"

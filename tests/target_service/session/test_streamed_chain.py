@@ -51,11 +51,20 @@ def test_a_chain_grows_and_is_used_up() -> None:
 def test_a_token_that_differs_ends_a_chain_and_the_next_number_begins_another() -> None:
     reader = Reader()
     reader.take(START, (1, 2, 3))
-    reader.commit(1, 9)
+    assert reader.chain.over_len is None
+    reader.commit(1, 9, 9)
+    assert reader.chain.over_len == START + 2
     assert reader.chain.token_ids == ()
     assert not reader.take(START + 3, (4,))  # sent before the draft heard of it
     assert reader.chain.token_ids == ()
-    assert reader.take(START + 2, (7, 8), number=2)
+    assert reader.take(START + 2, (9, 8, 7), number=2)
+    assert reader.chain.over_len is None
+    reader.commit(4)
+    assert reader.chain.over_len == START + 4
+    reader.commit(5, 6)
+    assert reader.take(START + 4, (5, 7, 8), number=3)
+    assert reader.chain.over_len == START + 6
+    assert reader.take(START + 6, (7, 8), number=4)
     assert reader.chain.token_ids == (7, 8)
 
 
