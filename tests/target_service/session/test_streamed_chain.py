@@ -95,12 +95,13 @@ def test_a_stream_has_no_q_no_trees_and_an_end() -> None:
 
 def test_how_much_is_verified_depends_on_no_token_that_is_not_committed() -> None:
     """Every stream of four tokens of two, cut into proposals and mixed with verdicts in every way: two streams that
-    agree in what was committed by then (of a later token either knows nothing) have as many tokens to verify.
+    agree in what was committed by then (of a later token either knows nothing) have as many tokens to verify, and are
+    waited for alike.
     """
     length = 4
     for text in product((0, 1), repeat=length):
         for events in product("pv", repeat=length + 2):  # a proposal of one token comes, or a verdict of one
-            counts: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+            counts: dict[tuple[int, tuple[int, ...]], set[tuple[int, int | None]]] = {}
             for stream in product((0, 1), repeat=length):
                 reader, sent = Reader(), 0
                 for number, event in enumerate(events):
@@ -110,5 +111,5 @@ def test_how_much_is_verified_depends_on_no_token_that_is_not_committed() -> Non
                     elif event == "v" and len(reader.committed) < length:
                         reader.commit(text[len(reader.committed)])
                     past = stream[: len(reader.committed)]
-                    counts.setdefault((number, past), set()).add(len(reader.chain.token_ids))
+                    counts.setdefault((number, past), set()).add((len(reader.chain.token_ids), reader.chain.over_len))
             assert all(len(found) == 1 for found in counts.values())
