@@ -433,9 +433,9 @@ async def _chunks(
     async with aclosing(decoding.verdicts()) as verdicts:
         try:
             async for verdict in verdicts:
-                if trace is not None:
-                    trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
                 if held is None or verdict.token_ids or verdict.finish_reason is not None:
+                    if trace is not None:
+                        trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
                     chunk = assembler.feed(verdict)
                     held = chunk if held is None else held.joined(chunk)
                 if not verdict.is_followed or held.final is not None:
