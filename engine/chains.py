@@ -6,13 +6,13 @@ Only what a chain depends on enters it: a chain is the same whatever is drafted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 
 from engine.chain_job import ChainJob, Drawing, StopFlags
+from engine.device import has_triton
 from engine.engine import Engine, Segment
 from engine.sampling.drafting import Drafted, DraftedChain, collect, draft
 from engine.sampling.rows import Rows
@@ -135,7 +135,7 @@ def _steps(
 
 def _drawn(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     """A token of each row, by kernels of a GPU where they know how."""
-    if logits.device.type != "cuda" or find_spec("triton") is None:
+    if logits.device.type != "cuda" or not has_triton():
         return draft(logits, rows, rules)
     from engine.cuda.drawing import draw  # noqa: PLC0415 - there is no Triton without a GPU
 

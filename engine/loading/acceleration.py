@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
 from engine.cuda.graphs import AgreedCapture, CudaCapture, GraphRunner
+from engine.device import has_triton
 from engine.engine import Engine
 from engine.layers import LayerShape
 from engine.loading import kernel_check
@@ -159,8 +159,8 @@ def native_attention() -> AttentionKernels | None:
 
 
 def triton_attention() -> AttentionKernels | None:
-    """The kernels for a GPU, where Triton is installed (it comes with torch's CUDA builds for Linux)."""
-    if find_spec("triton") is None:
+    """The kernels for a GPU, where Triton is installed."""
+    if not has_triton():
         logger.warning("attention on this GPU is slow: install triton")
         return None
     from engine.cuda import attention as kernels  # noqa: PLC0415 - there is no Triton without a GPU
