@@ -91,7 +91,7 @@ class StepBatcher:
             if scheduled:
                 await self._step(scheduled)
                 if any(
-                    session not in self._ready or (part.is_round and not session.is_streaming)
+                    session not in self._ready or (part.is_round and session.chain is None)
                     for session, part in scheduled
                 ):
                     # A session that got its verdict may have its next round at hand: let it into the next step. A step

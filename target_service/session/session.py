@@ -243,14 +243,9 @@ class Session:
         self._offers.clear()
 
     @property
-    def is_streaming(self) -> bool:
-        """Whether steps verify what a draft has streamed."""
-        return self._offers.chain is not None
-
-    @property
-    def chain_over_len(self) -> int | None:
-        """See :attr:`StreamedChain.over_len`; None without a stream."""
-        return None if self._offers.chain is None else self._offers.chain.over_len
+    def chain(self) -> StreamedChain | None:
+        """What a draft has streamed, if steps verify it."""
+        return self._offers.chain
 
     def take_streamed(self, proposal: Proposal) -> bool:
         """A proposal of the stream came; whether it begins a chain.
