@@ -114,6 +114,11 @@ class Attachment:
         elif answer := self._answers.get(message.relayed.session):
             answer(_checked(message.relayed))
 
+    def tokenized(self, text: str, token_ids: Sequence[int]) -> None:
+        """Keep the token ids of the prediction, if it still begins with ``text``."""
+        if isinstance(self.prediction, str) and self.prediction.startswith(text):
+            self.prediction = token_ids
+
     def close(self) -> None:
         """The call is over, and with it every session."""
         self._is_over = True
