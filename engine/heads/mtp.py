@@ -51,7 +51,8 @@ class PredictionLayer(nn.Module):
         """
         super().__init__()
         self.body = body
-        norm = body.get_decoder().norm  # type: ignore[no-untyped-call]
+        decoder = body.get_decoder()  # type: ignore[no-untyped-call]
+        norm = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False, dtype=norm.weight.dtype)
 

@@ -13,7 +13,11 @@ from tests.engine.heads.mtp_targets import CONFIGS, write_mtp_layers, write_mtp_
 NUM_TOKENS = 40
 PROMPTS = [list(range(3 + i, 20 + 3 * i)) for i in range(4)]
 #: MiMo's own architecture needs code from the hub.
-FAMILIES = [family for family in CONFIGS if family != "mimo"]
+FAMILIES = [
+    pytest.param(family, marks=[pytest.mark.exhaustive] if family in ("qwen3_next", "nemotron_h") else [])
+    for family in CONFIGS
+    if family != "mimo"
+]
 
 
 def generate(folder, config, params):

@@ -42,6 +42,11 @@ class MtpLayout:
     projection: re.Pattern[str]
     #: Below the place: what the decoder layers' tensors begin with, where all layers share what is around them.
     layers: str = ""
+    #: Below the place: what the tensors of a model begin with that has several layers for one token.
+    several: str = ""
+    #: How that model of transformers names its final norm and its embedding.
+    norm: str = "model.norm.weight"
+    embedding: str = "model.embed_tokens.weight"
     #: Below the place: the tensors around the layer, by their names in :class:`MtpHead`.
     around: Mapping[str, str]
     #: Below the place: copies of the target's tensors.
@@ -67,6 +72,19 @@ _LAYOUTS: Final = (
             _PROJECTION: "fc.weight",
             _NORM: "norm.weight",
         },
+    ),
+    MtpLayout(
+        family="Nemotron 3",
+        projection=re.compile(r"(?P<place>(?:.*\.)?mtp\.)layers\.0\.eh_proj\.weight"),
+        several="layers.",
+        around={
+            _ENORM: "layers.0.enorm.weight",
+            _HNORM: "layers.0.hnorm.weight",
+            _PROJECTION: "layers.0.eh_proj.weight",
+            _NORM: "layers.1.final_layernorm.weight",
+        },
+        norm="model.norm_f.weight",
+        embedding="model.embeddings.weight",
     ),
     MtpLayout(
         family="DeepSeek V3, GLM-4.5",
@@ -137,7 +155,10 @@ def _layer(  # noqa: PLR0917
         if name.startswith(below) and name not in other
     }
     dtype = around[_PROJECTION].dtype
-    body = _body(folder, _body_config(folder, config, own_layer), own_layer, around.pop(_NORM), shared, dtype)
+    named = {
+        f"model.layers.{name if layout.several else f'0.{name}'}": tensor for name, tensor in own_layer.items()
+    } | {layout.norm: around.pop(_NORM), layout.embedding: shared[0], "lm_head.weight": shared[1]}
+    body = _body(folder, _body_config(folder, config, own_layer), named, dtype)
     layer = PredictionLayer(shared[0].shape[1], body.to(dtype))
     for name, tensor in around.items():
         parameter = layer.get_parameter(name)
@@ -214,7 +235,7 @@ def _find(folder: Path, names: Iterable[str]) -> tuple[MtpLayout, list[tuple[str
         if not places:
             continue
         if not layout.layers:
-            return layout, [(place, place) for place in places]
+            return layout, [(place, place + layout.several) for place in places]
         below = (places[0] + layout.layers.format(i) for i in count())
         found = takewhile(lambda each: any(name.startswith(each) for name in names), below)
         return layout, [(places[0], each) for each in found] or [(places[0], places[0] + layout.layers.format(0))]
@@ -254,24 +275,22 @@ def _body_config(folder: Path, given: Mapping[str, Any], layer: Mapping[str, Ten
             setattr(config, name, value)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if (blocks := getattr(config, "mtp_layers_block_type", None)) is not None:  # of Nemotron 3
+        if len(blocks) != 2 or not {*blocks} <= {"full_attention", "moe", "mlp"}:
+            raise ModelNotSupported(
+                f"the prediction layer in {folder} is made of {', '.join(blocks)} (mtp_layers_block_type); one of"
+                " attention and one of experts or an MLP are known"
+            )
+        config.layers_block_type = list(blocks)
     return config
 
 
-def _body(  # noqa: PLR0917
-    folder: Path,
-    config: PretrainedConfig,
-    layer: Mapping[str, Tensor],
-    norm: Tensor,
-    shared: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-) -> Any:
-    """The model of one layer; transformers' conversions (of experts, for example) are applied to the tensors."""
+def _body(folder: Path, config: PretrainedConfig, named: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """The model of one layer; transformers' conversions (of experts, for example) are applied to its tensors."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelNotSupported(f"{folder} is a {config.model_type!r}, which is no language model of transformers")
-    named = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
-    named |= {"model.norm.weight": norm, "model.embed_tokens.weight": shared[0]}
-    if not config.tie_word_embeddings:
-        named["lm_head.weight"] = shared[1]
+    if config.tie_word_embeddings:
+        del named["lm_head.weight"]
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     body, found = kind.from_pretrained(None, config=config, state_dict=named, **options)

@@ -20,7 +20,13 @@ H = TypeVar("H", bound=nn.Module)
 #: Weights of a head, the first that there are.
 _WEIGHTS: Final = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
 #: Names of the embedding and the output layer in the architectures of transformers, after any prefix.
-_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_EMBEDDINGS: Final = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "embeddings.weight",
+)
 _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight")
 
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    NemotronHConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -56,6 +57,13 @@ def _glm() -> PretrainedConfig:
     return Glm4MoeConfig(**_SIZES, **_EXPERTS, **groups, head_dim=8, use_qk_norm=True, num_nextn_predict_layers=1)
 
 
+def _nemotron() -> PretrainedConfig:
+    sizes = {name: value for name, value in _SIZES.items() if name != "num_hidden_layers"}
+    groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 16}
+    heads = {"head_dim": 8, "layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1}
+    return NemotronHConfig(**sizes, **_EXPERTS, **groups, **heads)
+
+
 #: A target's configuration by the family of its prediction layers.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": _deepseek,
@@ -65,6 +73,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA),
     "mimo": lambda: Qwen2Config(**_SIZES),
+    "nemotron_h": _nemotron,
 }
 
 
@@ -73,6 +82,9 @@ def names_of(family: str, layer: int = 0) -> tuple[str, str, dict[str, str]]:
     if family.startswith("qwen"):
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         return f"mtp.layers.{layer}.", "mtp.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
+    if family == "nemotron_h":
+        names = ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm")
+        return "mtp.layers.", "mtp.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
     if family == "mimo":
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         place = f"model.mtp_layers.{layer}."
@@ -98,6 +110,9 @@ def shaken(model: PreTrainedModel, seed: int, share_of_layers: float = 1.0) -> P
 def one_layer(config: PretrainedConfig) -> PretrainedConfig:
     """The same with one layer, of the kind that prediction layers are."""
     one = copy.deepcopy(config)
+    if config.model_type == "nemotron_h":
+        one.layers_block_type = one.mtp_layers_block_type
+        return one
     one.num_hidden_layers = 1
     if getattr(one, "layer_types", None):
         one.layer_types = ["full_attention"]
@@ -162,7 +177,8 @@ def _layer(target: PreTrainedModel, family: str, seed: int, agrees: bool) -> Lay
         parts = [torch.eye(HIDDEN), 0.01 * torch.eye(HIDDEN)]
         around["eh_proj"] = torch.cat(parts[::-1] if family == "mimo" else parts, 1)
         around["enorm"] = torch.zeros(HIDDEN) if family.startswith("qwen") else torch.ones(HIDDEN)
-        body.get_decoder().norm.weight.data = target.get_decoder().norm.weight
+        norm = "norm_f" if family == "nemotron_h" else "norm"
+        getattr(body.get_decoder(), norm).weight.data = getattr(target.get_decoder(), norm).weight
     return body, around
 
 
@@ -178,12 +194,10 @@ def _named(  # noqa: PLR0917
     body.save_pretrained(folder / "body")
     begin, place, names = names_of(family, layer)
     saved = load_file(folder / "body" / "model.safetensors")
-    tensors = {
-        name.replace("model.layers.0.", begin): value.clone()
-        for name, value in saved.items()
-        if name.startswith("model.layers.0.")
-    }
-    tensors[f"{place}{names['norm']}.weight"] = saved["model.norm.weight"].clone()
+    theirs = "backbone.layers." if family == "nemotron_h" else "model.layers.0."
+    tensors = {name.replace(theirs, begin): value.clone() for name, value in saved.items() if name.startswith(theirs)}
+    norm = "backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"
+    tensors[f"{place}{names['norm']}.weight"] = saved[norm].clone()
     tensors |= {f"{place}{names[name]}.weight": value.clone() for name, value in around.items()}
     if place.startswith("model.layers."):  # as published: copies of the target's own
         tensors[f"{place}embed_tokens.weight"] = target.get_input_embeddings().weight.clone()

@@ -47,7 +47,8 @@ class MtpReference:
         return out
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        eps, weight = self.body.config.rms_norm_eps, self.around[name]
+        config, weight = self.body.config, self.around[name]
+        eps = config.layer_norm_epsilon if self.family == "nemotron_h" else config.rms_norm_eps
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return x * (1 + weight if self.family.startswith("qwen") else weight)
 

@@ -51,7 +51,11 @@ def job_of(  # noqa: PLR0917
     )
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+#: Nemotron 3 has one, of two parts.
+FAMILIES = [family for family in CONFIGS if family != "nemotron_h"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chains_over_rounds_are_those_of_the_formulas(tmp_path, family) -> None:
     """Two sequences in a batch, in chunks, with chains of every length and rounds that draft nothing: entries that
     depend on drafted tokens never stay.
