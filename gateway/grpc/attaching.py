@@ -10,10 +10,11 @@ from typing import Any, Final
 import grpc.aio
 
 from gateway.access.caller import current_caller
-from gateway.backends.attachments import MAX_ANSWER_BYTES, MAX_PREDICTION_BYTES, Attachments
+from gateway.backends.attachments import MAX_ANSWER_BYTES, Attachments
 from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded
 from specdec.rpc.call import Call
+from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.v1 import generation_service_pb2 as pb
 
