@@ -203,13 +203,14 @@ def test_a_draft_that_gets_better_is_found():
 
 def test_trials_of_a_bad_draft_are_rare():
     simulation = Simulation(world("large", 0.0, 4), adaptive)
-    simulation.run(10.0)
-    begun = len(simulation.ks)
-    tokens = simulation.run(40.0) * 40.0
-    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens  # 0.033, 0.044, 0.033
     stats = simulation.pacer.stats
+    simulation.run(10.0)
+    begun, tried_s, busy_s = len(simulation.ks), stats.trial_s, stats.busy_s
+    tokens = simulation.run(40.0) * 40.0
+    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens  # 0.077, 0.077, 0.076
     assert stats.num_trials[Mode.SPECULATIVE] > 0
-    assert stats.trial_s < 0.04 * stats.busy_s
+    # 0.029, 0.041, 0.041, while the pauses still grow; each trial loses half of its time.
+    assert stats.trial_s - tried_s < 0.05 * (stats.busy_s - busy_s)
 
 
 def verdict(num_accepted=0, num_draft_tokens=0, token_id=1):
