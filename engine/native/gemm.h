@@ -296,6 +296,10 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
                  long lds, bool add);
 
+// scores[r][0..2 kLanes) (+)= q[r][0..depth) · keys[0..depth)[0..2 kLanes), in sub-sums of kScoreDepth.
+constexpr int kScoreDepth = 8;
+void score_tiles(int rows, const float* q, long ldq, const float* keys, long ldk, int depth, float* scores, bool add);
+
 // sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel, whose weights are fetched into
 // the L2 cache `prefetch` bytes ahead; 0 leaves that to the hardware. Which is faster depends on the processor.
 template <class Format>
