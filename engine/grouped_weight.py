@@ -165,7 +165,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype | None = None) -> GroupedWeight:
-    """A weight [N, K], taken in a dtype, on :data:`TABLE`, with scales of least square error of those tried.
+    """A weight [N, K], in a dtype, on :data:`TABLE`, with scales that leave the least square error of those tried.
 
     For each share of the scale that takes a group's number of largest magnitude to -127, codes are the nearest of the
     table; the scale is then the one of least square error for those codes.

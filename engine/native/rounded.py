@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.cuda.float8 import Float8Linear
 from engine.cuda.int4 import Int4Linear
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
 from engine.layers import is_kept_as_it_is
@@ -153,7 +154,7 @@ def grouped_numbers(model: PreTrainedModel) -> int:
     that is tied to the embedding are counted there.
     """
     tied = output_linear(model) if model.config.tie_word_embeddings else None
-    layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Int4Linear) and m is not tied]
+    layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Int4Linear | Float8Linear) and m is not tied]
     return sum(layer.in_features * layer.out_features for layer in layers)
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import compress
 from operator import not_
 from types import ModuleType
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graphs import CudaCapture
+from engine.device import has_triton
 from engine.native import library
 from engine.native.library import NativeLibrary
 from engine.native.sampling_verify import decides, verify_rounds
@@ -63,7 +63,7 @@ class Verifier:
         if device.type != "cuda":
             return
         choices: ModuleType | None = None
-        if find_spec("triton") is not None:
+        if has_triton():
             from engine.cuda import choices  # noqa: PLC0415 - there is no Triton without a GPU
         size = vocab_size, min(num_tokens or vocab_size, vocab_size)
         kernels = checked(GpuVerdicts(choices, None, device), device, *size)
