@@ -59,7 +59,7 @@ class Compiled:
 NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
-for name in ("choose", "walk"):
+for name in ("choose", "walk", "forbid"):
     setattr(choice_kernels, name, Compiled(getattr(choice_kernels, name)))
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
@@ -98,8 +98,10 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             few_rows.multiply(x, gated, 1e-5, tiles)
         few_rows.multiply(x, few_rows.Product(weight, adds=True), 1e-5, tiles, x[:, :256].contiguous())
     for count in (1, 2):  # whatever the batch, they are compiled once
-        walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5)] * count
+        masks = [None, torch.zeros(5, 4000 + count, dtype=torch.int32)]
+        walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5, own) for own in masks[:count]]
         choices.walk(torch.empty(5, 128_256), walks, 128_000 + count)
+        choices.forbid(torch.empty(5, 128_256), range(5), masks[1:], 128_000 + count)
 """
 
 #: Shared memory that a block may have on every GPU since Ampere.
@@ -134,7 +136,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
-    for name, count in (("choose", 1), ("walk", 1), ("multiply", 4)):
+    for name, count in (("choose", 1), ("walk", 1), ("forbid", 1), ("multiply", 4)):
         variants = {line[-1] for line in lines if line[2] == name}
         assert len(variants) == count * num_gpus, "compiled once for any batch"
     assert len({line[-1] for line in lines if line[2] == "round_rows"}) == 2
