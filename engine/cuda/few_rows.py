@@ -253,7 +253,7 @@ def _exact(x: Tensor, product: Product, eps: float, out: Tensor) -> Tensor:
     if product.norm is not None:
         x = F.rms_norm(x, (x.shape[1],), product.norm.float(), eps)
     parts = []
-    for at in torch.arange(product.num_outputs).split(max(1, _AT_ONCE // x.shape[1])):
+    for at in torch.split(torch.arange(product.num_outputs), max(1, _AT_ONCE // x.shape[1])):
         rows = torch.cat([at, at + product.num_outputs]) if product.is_gated else at
         rows = rows.to(x.device)
         bias = None if product.bias is None else product.bias[rows].float()

@@ -351,10 +351,12 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
     }
     for (int r = from; r < to; r++) {
       const Vec low = splat(float(sight.first(r) - tile_begin)), high = splat(float(sight.last(r) - tile_begin));
+      bool sees_all = sight.first(r) <= tile_begin && sight.last(r) >= tile_begin + kKeys - 1;
       Vec on_branch[2];
       if constexpr (kTrees) {
         const uint64_t branch = sight.branch(r, tile_begin);
-        for (int j = 0; j < kKeys; j++) on_branch[j / kLanes][j % kLanes] = float(branch >> j & 1);
+        sees_all &= (~branch & ((uint64_t(1) << kKeys) - 1)) == 0;
+        for (int j = 0; !sees_all && j < kKeys; j++) on_branch[j / kLanes][j % kLanes] = float(branch >> j & 1);
       }
       auto sees = [&](int h) {
         const Vec at = lane + float(h * kLanes);
@@ -367,14 +369,14 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
         for (int h = 0; h < 2; h++) {
           x[h] = load(row + h * kLanes) * shape.scale;
           if (shape.softcap > 0.0f) x[h] = tanh(x[h] / shape.softcap) * shape.softcap;
-          x[h] = sees(h) ? x[h] : splat(-1e30f);
+          if (!sees_all) x[h] = sees(h) ? x[h] : splat(-1e30f);
         }
         const float peak = sums.peak[m], tile_peak = largest(max(x[0], x[1]));
         const float new_peak = tile_peak > peak ? tile_peak : peak;
         Vec weight_sum{};
         for (int h = 0; h < 2; h++) {
           Vec w = exp(x[h] - new_peak);
-          w = sees(h) ? w : Vec{};
+          if (!sees_all) w = sees(h) ? w : Vec{};
           store(row + h * kLanes, w);
           weight_sum += w;
         }
