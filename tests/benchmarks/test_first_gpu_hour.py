@@ -184,7 +184,6 @@ def test_every_step_runs_here(names: Sequence[str], monkeypatch: pytest.MonkeyPa
     assert ("tokens/s: plain" in page) is ("serve-tiny-1" in names)
     identity = json.loads((tmp_path / "identity.json").read_text())
     assert identity["verdict"] == f"{8 if is_whole else 2} checks and all texts agree"
-    print({name: json.loads((tmp_path / f"{name}.json").read_text())["seconds"] for name in names})
 
 
 def test_texts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
