@@ -63,7 +63,7 @@ class Distance:
             stack.enter_context(service("benchmarks.padded_target", *flags))
             self._line.set(0.0, 0.0, 0.0, port)
             with self._gateway(target, port, LONG, "--fixed-draft-length") as gateway:
-                near = [await self._window(gateway, i, args.warm_up / 2, None, 8) for i in range(args.repeats)]
+                near = [await self._window(gateway, i, args.seconds, None) for i in range(args.repeats)]
             runs = [tokens - 1 for window in near for arrivals in window.arrivals for _, tokens in arrivals]
             for rtt_ms in args.rtts:
                 self._line.set(rtt_ms, args.jitter, args.loss, port)
@@ -98,7 +98,7 @@ class Distance:
         found = {"speed": round(ratio.spread.median, 3), "quartiles": ratio.quartiles}
         return found | {"bytes_to": round(sent[0] / num_tokens), "bytes_from": round(sent[1] / num_tokens)}
 
-    async def _window(self, gateway: str, seed: int, seconds: float, k: int | None, num_clients: int = 0) -> LoadWindow:
+    async def _window(self, gateway: str, seed: int, seconds: float, k: int | None) -> LoadWindow:
         from benchmarks.load import hold  # noqa: PLC0415 (gRPC)
         from specdec.rpc.channel import open_channel  # noqa: PLC0415
         from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
@@ -114,8 +114,8 @@ class Distance:
                     async for piece in pieces:
                         yield piece
 
-            num_clients = num_clients or args.sessions
-            return await hold(ask, load, num_clients=num_clients, max_tokens=args.max_tokens, seconds=seconds)
+            limits = {"num_clients": args.sessions, "max_tokens": args.max_tokens}
+            return await hold(ask, load, **limits, seconds=seconds)
 
 
 def main() -> int:
