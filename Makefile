@@ -67,14 +67,15 @@ rolling: $(STAMP)
 	$(BIN)/python -m tests.reliability.rolling --rounds $(ROUNDS)
 
 # The kernels on vectors of all kinds: x86 without AVX-512, without AVX, and NEON under QEMU (Debian: g++-aarch64-linux-gnu,
-# qemu-user).
+# qemu-user or qemu-user-static).
 NEON := $(VENV)/neon-products
+QEMU := $(shell command -v qemu-aarch64 || echo qemu-aarch64-static)
 kernels: $(STAMP)
 	CXX="g++ -mno-avx512f" $(BIN)/python -m pytest --quiet --numprocesses 2 tests/engine/native
 	CXX="g++ -mno-avx" $(BIN)/python -m pytest --quiet --numprocesses 2 tests/engine/native
 	aarch64-linux-gnu-g++ -O3 -std=c++17 -static -pthread -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math \
 	  -ffp-contract=off -Ispecdec tests/engine/native/products.cpp engine/native/*.cpp -o $(NEON)
-	qemu-aarch64 $(NEON)
+	$(QEMU) $(NEON)
 
 # The npm package in clients/typescript: made from the protos, tried against `tandem serve`, then packed and installed elsewhere.
 test-typescript: $(STAMP)

@@ -2,9 +2,9 @@
 
 Processes of the bundled pair: gateway and target on one socket, and between them and the draft a line with delay,
 jitter and loss of packets (benchmarks/far_line.py). The target is padded: a step takes ``--step`` ms at least. Windows
-of plain decoding and with the draft alternate; both have the same prompts and seeds. ``never_wait`` and ``wait`` are
-simulated from how many drafted tokens are right in a row without a distance (benchmarks/never_wait.py). Bytes are per
-token.
+of plain decoding and with the draft alternate; both have the same prompts and seeds, at every distance. ``never_wait``
+and ``wait`` are simulated from how many drafted tokens of these texts are right in a row (benchmarks/never_wait.py),
+for one session: padded steps hide the rows of others. Bytes are per token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tempfile
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import command, far_line
@@ -51,7 +50,6 @@ class Distance:
         self._line = line
         self._model = find_checkpoint(TARGET)
         self._prompts = pick_prompts(TextTokenizer.load(self._model).encode, NUM_PROMPTS, 16)
-        self._seeds = count()
 
     async def measure(self) -> None:
         """Print a line for every distance."""
@@ -65,8 +63,8 @@ class Distance:
             stack.enter_context(service("benchmarks.padded_target", *flags))
             self._line.set(0.0, 0.0, 0.0, port)
             with self._gateway(target, port, LONG, "--fixed-draft-length") as gateway:
-                window = await self._window(gateway, next(self._seeds), args.warm_up, None, num_clients=8)
-            runs = [num_tokens - 1 for arrivals in window.arrivals for _, num_tokens in arrivals]
+                near = [await self._window(gateway, i, args.seconds, None) for i in range(args.repeats)]
+            runs = [tokens - 1 for window in near for arrivals in window.arrivals for _, tokens in arrivals]
             for rtt_ms in args.rtts:
                 self._line.set(rtt_ms, args.jitter, args.loss, port)
                 with self._gateway(target, port, args.k, *args.gateway) as gateway:
@@ -88,12 +86,11 @@ class Distance:
         """Windows with the draft over windows without it."""
         args, sent = self._args, [0, 0]
         rates: tuple[list[float], list[float]] = [], []
-        await self._window(gateway, next(self._seeds), args.warm_up, None)
+        await self._window(gateway, args.repeats, args.warm_up, None)
         for repeat in range(args.repeats):
-            seed = next(self._seeds)
             for drafts in (repeat % 2, 1 - repeat % 2):
                 before = self._line.num_bytes
-                window = await self._window(gateway, seed, args.seconds, None if drafts else 0)
+                window = await self._window(gateway, repeat, args.seconds, None if drafts else 0)
                 rates[drafts].append(window.tokens_per_s)
                 for way in range(2 if drafts else 0):
                     sent[way] += self._line.num_bytes[way] - before[way]
@@ -101,7 +98,7 @@ class Distance:
         found = {"speed": round(ratio.spread.median, 3), "quartiles": ratio.quartiles}
         return found | {"bytes_to": round(sent[0] / num_tokens), "bytes_from": round(sent[1] / num_tokens)}
 
-    async def _window(self, gateway: str, seed: int, seconds: float, k: int | None, num_clients: int = 0) -> LoadWindow:
+    async def _window(self, gateway: str, seed: int, seconds: float, k: int | None) -> LoadWindow:
         from benchmarks.load import hold  # noqa: PLC0415 (gRPC)
         from specdec.rpc.channel import open_channel  # noqa: PLC0415
         from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
@@ -117,8 +114,8 @@ class Distance:
                     async for piece in pieces:
                         yield piece
 
-            num_clients = num_clients or args.sessions
-            return await hold(ask, load, num_clients=num_clients, max_tokens=args.max_tokens, seconds=seconds)
+            limits = {"num_clients": args.sessions, "max_tokens": args.max_tokens}
+            return await hold(ask, load, **limits, seconds=seconds)
 
 
 def main() -> int:

@@ -73,8 +73,7 @@ class FarLine:
         waiting: deque[tuple[float, bytes]] = deque()
         due = 0.0
         while True:
-            left = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else None
-            if select.select([device], [], [], left)[0]:
+            if select.select([device], [], [], max(0.0, waiting[0][0] - time.perf_counter()) if waiting else None)[0]:
                 packet = bytearray(os.read(device, 2**16))
                 if packet[0] >> 4 != 4:  # IPv4 alone
                     continue

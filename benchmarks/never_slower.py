@@ -58,10 +58,8 @@ LOOKUPS: Final = ("ngram", "suffix")
 PREDICTIONS: Final = ("right", "wrong")
 DRAFTERS: Final = (CONTROL, "draft", *LOOKUPS, *PREDICTIONS)
 SESSIONS: Final = (1, 2, 4, 8, 32)
-#: Prompts are short: what is measured is decoding.
 _PROMPT_TOKENS: Final = 16
 _NUM_PROMPTS: Final = 256
-#: Prompts whose texts are predicted.
 _NUM_PREDICTED: Final = 32
 
 Tokens = tuple[int, ...]
@@ -146,17 +144,19 @@ class Windows:
     def _params(self, max_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(temperature=self._args.temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
 
-    async def measure(self, cell: Cell) -> None:
-        """Learn, then alternate."""
+    async def learn(self, cell: Cell) -> None:
+        """Decode with the drafter until the server has learned."""
         begun = time.monotonic()
         while not cell.learning or time.monotonic() - begun < self._args.warm_up:
             cell.learning.append(await self._window(cell, next(self._starts), next(self._seeds), is_plain=False))
         cell.counts.clear()
-        for number in range(self._args.repeats):
-            start, seed = next(self._starts), next(self._seeds)
-            for is_plain in (number % 2 == 0, number % 2 == 1):
-                speed = await self._window(cell, start, seed, is_plain=is_plain)
-                (cell.plain if is_plain else cell.drafted).append(speed)
+
+    async def pair(self, cell: Cell, number: int) -> None:
+        """A window of each kind; every other pair begins with the drafter."""
+        start, seed = next(self._starts), next(self._seeds)
+        for is_plain in (number % 2 == 0, number % 2 == 1):
+            speed = await self._window(cell, start, seed, is_plain=is_plain)
+            (cell.plain if is_plain else cell.drafted).append(speed)
 
     async def _window(self, cell: Cell, start: int, seed: int, *, is_plain: bool) -> float:
         from benchmarks.load import hold  # noqa: PLC0415 (gRPC)
@@ -212,7 +212,9 @@ async def measure(args: argparse.Namespace, tell: Callable[[Cell], None]) -> lis
                 for sessions in args.sessions:
                     for drafter in drafters:
                         cell = Cell(system=system, pair=name, drafter=drafter, sessions=sessions)
-                        await windows.measure(cell)
+                        await windows.learn(cell)
+                        for number in range(args.repeats):
+                            await windows.pair(cell, number)
                         cells.append(cell)
                         tell(cell)
     return cells

@@ -26,8 +26,7 @@ def stream_speed(runs: Sequence[int], rtt: float, k: int, draft_rate: float, jit
             first = begun + rtt * (1.0 + jitter * (rng.random() - rng.random()))
             arrivals = [first + i / draft_rate for i in range(1, rng.choice(runs) + 2)]
         num_right = sum(at <= now for at in arrivals[: min(k, len(arrivals) - 1)])
-        now += 1.0
-        length += num_right + 1
+        now, length = now + 1.0, length + num_right + 1
         del arrivals[: num_right + 1]
         begun = now
     return length / now

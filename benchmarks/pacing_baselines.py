@@ -1,7 +1,7 @@
 """Simpler policies of pacing beside the gateway's own, from 1 to 32 sessions.
 
-One target and one draft serve four gateways, one for each policy. Windows of plain decoding and of a policy alternate,
-as in :mod:`benchmarks.never_slower`. ``serve POLICY …`` runs such a gateway alone.
+One target and one draft serve four gateways, one for each policy. Pairs of windows, of plain decoding and of a policy,
+take turns (:class:`benchmarks.never_slower.Windows`). ``serve POLICY …`` runs such a gateway alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from specdec.flags import Parser
 from specdec.types import Verdict
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
-#: Drafted tokens of a round, where a policy drafts.
 NUM_TOKENS: Final = 4
 #: The static rule: the most sessions that draft.
 STATIC_SESSIONS: Final = 2
-#: Weight of the newest round, the acceptance rate from which on rounds are drafted, and one verdict in so many that is
-#: drafted in any case, to learn the rate.
+#: Weight of the newest round, the least acceptance rate, and one verdict in so many is drafted to learn the rate.
 NEWEST: Final = 0.1
 LEAST_RATE: Final = 0.5
 PROBE_EVERY: Final = 64
-#: The cost model: ms of a step with no rows, of each row, of a drafted token for each session, of a round's messages.
-#: From ``benchmarks.engine`` and ``tandem bench`` (two cores of an Intel Xeon).
+#: The cost model (two cores of an Intel Xeon): ms of a step, of each row, of a drafted token, of a round's messages.
 STEP_MS: Final = 0.58
 ROW_MS: Final = 0.088
 DRAFT_MS: Final = 0.15
@@ -168,7 +165,7 @@ async def measure(args: argparse.Namespace) -> list[Cell]:
 
     target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)
     prompts = pick_prompts(TextTokenizer.load(target).encode, 256, 16)
-    cells = []
+    cells: list[Cell] = []
     with ExitStack() as stack:
         targets = stack.enter_context(service("target_service", "--model", target, "--port", "0")).address
         drafts = stack.enter_context(
@@ -180,11 +177,14 @@ async def measure(args: argparse.Namespace) -> list[Cell]:
             gateway = stack.enter_context(service("benchmarks.pacing_baselines", "serve", policy, *flags))
             windows[policy] = Windows(GrpcSystem(open_channel(gateway.grpc_address)), prompts, args)
         for sessions in args.sessions:
+            row = {name: Cell(system=name, pair="bundled", drafter="draft", sessions=sessions) for name in windows}
             for policy, own in windows.items():
-                cell = Cell(system=policy, pair="bundled", drafter="draft", sessions=sessions)
-                await own.measure(cell)
-                cells.append(cell)
-                print(cell.show(), flush=True)
+                await own.learn(row[policy])
+            for number in range(args.repeats):
+                for policy, own in windows.items():
+                    await own.pair(row[policy], number)
+            cells += row.values()
+            print(*(cell.show() for cell in row.values()), sep="\n", flush=True)
     return cells
 
 
@@ -196,7 +196,8 @@ def main() -> int:
     flags = Parser("python -m benchmarks.pacing_baselines", description=__doc__)
     flags.add_argument("--sessions", type=command.numbers, default=(1, 4, 8, 16, 32), help="default: 1,4,8,16,32")
     flags.add_argument("--repeats", type=int, default=8, help="windows of each policy")
-    flags.set_defaults(seconds=1.0, warm_up=3.0, max_tokens=64, temperature=0.0)
+    flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    flags.set_defaults(seconds=1.0, warm_up=3.0, max_tokens=64)
     args = flags.parse_args()
     cells = asyncio.run(measure(args))
     print(f"\n| policy | {' | '.join(map(str, args.sessions))} |\n| --- |{' --- |' * len(args.sessions)}")

@@ -15,6 +15,7 @@ from draft_service.servicer import DraftServicer
 from specdec import codec
 from specdec.backoff import backoff_s
 from specdec.errors import Cancelled, InternalError, Overloaded, TandemError, Unavailable, text_of
+from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.rpc.session_stream import SessionStream
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import generation_service_pb2 as pb
@@ -26,9 +27,9 @@ FIRST_BACKOFF_S: Final = 0.5
 LAST_BACKOFF_S: Final = 10.0
 #: Errors after which the gateway may take the same draft later; others would come again.
 _PASSING: Final = (Unavailable, Overloaded, Cancelled, InternalError)
-#: Seconds between two looks at the predicted file, and bytes of it that are sent at most.
+#: Seconds between two looks at the predicted file, and bytes of it that fit into a message.
 LOOK_S: Final = 0.2
-MAX_PREDICTION_BYTES: Final = 2**20 - 64
+MAX_TEXT_BYTES: Final = MAX_PREDICTION_BYTES - 64
 
 
 class AttachedDraft:
@@ -132,7 +133,7 @@ def _read(path: Path) -> str:
     """The text of a file, as much as may be sent; empty where there is none."""
     try:
         with path.open("rb") as file:
-            return file.read(MAX_PREDICTION_BYTES).decode(errors="ignore")
+            return file.read(MAX_TEXT_BYTES).decode(errors="ignore")
     except OSError:
         return ""
 

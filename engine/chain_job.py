@@ -48,8 +48,11 @@ class ChainJob:
     state: SamplingState
     rule: Rule
     #: What a draft head is fed with its tokens: the target's hidden states before them, float32 or bfloat16
-    #: [len(token_ids), num_features], contiguous, on the CPU. None where the model is no head.
+    #: [len(token_ids), num_features], contiguous, on the CPU. Of a model that drafts in parallel what is added to the
+    #: embeddings of the tokens; masks get the last row. None: nothing.
     features: torch.Tensor | None = None
+    #: Of the features, where the head has several prediction layers.
+    positions: Sequence[int] = ()
     #: A model that drafts in parallel (PARD, arXiv 2504.18583) is fed this after ``token_ids``, ``num_masks`` times in
     #: the same pass: one row of logits for each token drafted. None: each token is drawn, then fed.
     mask_token_id: int | None = None

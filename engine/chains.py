@@ -6,13 +6,14 @@ Only what a chain depends on enters it: a chain is the same whatever is drafted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 
 from engine.chain_job import ChainJob, Drawing, StopFlags
+from engine.device import has_triton
 from engine.engine import Engine, Segment
 from engine.sampling.drafting import Drafted, DraftedChain, collect, draft
 from engine.sampling.rows import Rows
@@ -51,7 +52,7 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
 
 def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
     """The same with a pass per step."""
-    if any(job.num_masks for job in jobs):
+    if any(job.num_masks or job.features is not None for job in jobs):
         return _draft_in_parallel(engine, jobs, stop)
     with torch.inference_mode():
         logits = engine.forward([Segment(job.sequence, job.token_ids, min(job.num_tokens, 1)) for job in jobs])
@@ -68,9 +69,9 @@ def _draft_in_parallel(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags
     """The same with one pass, over masks behind the tokens."""
     with torch.inference_mode():
         fed = [[*job.token_ids, *[job.mask_token_id or 0] * job.num_masks] for job in jobs]
-        logits = engine.forward(
-            [Segment(job.sequence, ids, job.num_tokens) for job, ids in zip(jobs, fed, strict=True)]
-        )
+        segments = [Segment(job.sequence, ids, job.num_tokens) for job, ids in zip(jobs, fed, strict=True)]
+        with nullcontext() if engine.added is None else engine.added.adding(_added_rows(jobs)):
+            logits = engine.forward(segments)
         for job in jobs:
             job.sequence.length -= job.num_masks  # what is fed next replaces their entries
         firsts = [0, *accumulate(job.num_tokens for job in jobs)]
@@ -85,6 +86,15 @@ def _draft_in_parallel(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags
             return rows(continuing)
 
         return draw_chains(rows([i for i, job in enumerate(jobs) if job.num_tokens]), jobs, feed, stop)
+
+
+def _added_rows(jobs: Sequence[ChainJob]) -> torch.Tensor:
+    """What the rows of the jobs, masks included, read beside their tokens, [T, H]."""
+    parts = []
+    for job in jobs:
+        assert job.features is not None, "all jobs of such a model bring rows"
+        parts += [job.features, job.features[-1:].expand(job.num_masks, -1)]
+    return torch.cat(parts)
 
 
 def draw_chains(
@@ -135,7 +145,7 @@ def _steps(
 
 def _drawn(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     """A token of each row, by kernels of a GPU where they know how."""
-    if logits.device.type != "cuda" or find_spec("triton") is None:
+    if logits.device.type != "cuda" or not has_triton():
         return draft(logits, rows, rules)
     from engine.cuda.drawing import draw  # noqa: PLC0415 - there is no Triton without a GPU
 

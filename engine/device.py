@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 
 from specdec.errors import InvalidRequest
@@ -29,3 +32,9 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type != "cpu":
         raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device")
     return device
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels for GPUs can be compiled: Triton comes with torch's CUDA builds for Linux."""
+    return find_spec("triton") is not None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from transformers import PreTrainedModel
 
+from engine.added_embeddings import AddedEmbeddings
 from engine.attention import AttentionKernels
 from engine.batch import Batch, Segment
 from engine.compaction import Kept, copy_blocks
@@ -55,6 +56,7 @@ class Engine:
         num_threads: int = 1,
         mixers: Sequence[Mixer] = (),
         num_slots: int = 0,
+        added: AddedEmbeddings | None = None,
     ) -> None:
         """``mixers``: of a model with recurrent states, which ``num_slots`` sequences may have at a time."""
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
@@ -80,6 +82,8 @@ class Engine:
         #: Its recurrent layers, with their states.
         self.mixers = mixers
         self._runner: Runner | None = self.torch_runner("torch attention")
+        #: What a model can read beside its tokens; None: nothing, so that anything may run its passes.
+        self.added = added
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Feed every segment; each sequence grows by its tokens.

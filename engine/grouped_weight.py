@@ -10,6 +10,7 @@ the second is possible where codes are real numbers: e4m3, a table of 16 of them
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +26,7 @@ TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 8
 _SHARES: Final = (0.92, 1.02)
 _CODE_KINDS: Final = {torch.int8: 0, torch.float8_e4m3fn: 2, torch.float32: 3, torch.bfloat16: 3}
 #: Weights that are rounded or decoded together: what bounds the memory it takes.
-_AT_ONCE: Final = 2**20
+_AT_ONCE: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,10 @@ class GroupedWeight:
             self, out_features=len(order), codes=self.codes[order], scales=self.scales[order], offsets=offsets
         )
 
-    def parts(self) -> list[GroupedWeight]:
+    def parts(self) -> Iterator[GroupedWeight]:
         """Runs of outputs that can be decoded without much memory."""
         step = max(1, _AT_ONCE // self.in_features)
-        return [self.rows(order) for order in torch.split(torch.arange(self.out_features), step)]
+        return (self.rows(order) for order in torch.split(torch.arange(self.out_features), step))
 
     @classmethod
     def of_codes(
@@ -163,8 +164,8 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], 2).flatten(1)
 
 
-def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
-    """A weight [N, K] of real numbers on :data:`TABLE`, with scales that leave the least square error of those tried.
+def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype | None = None) -> GroupedWeight:
+    """A weight [N, K], in a dtype, on :data:`TABLE`, with scales that leave the least square error of those tried.
 
     For each share of the scale that takes a group's number of largest magnitude to -127, codes are the nearest of the
     table; the scale is then the one of least square error for those codes.
@@ -172,9 +173,9 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     table = torch.tensor(TABLE, dtype=torch.int8)
     levels = table.float()
     borders = ((levels[1:] + levels[:-1]) / 2).tolist()
-    codes, scales = [], []
-    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
-        x = _groups(part.float(), group)  # [n, groups, group]
+    found_parts = []
+    for part in _parts(weight, dtype):
+        x = _groups(part, group)  # [n, groups, group]
         widest = x.gather(2, x.abs().argmax(2, keepdim=True)) / levels[0]
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         for share in _SHARES:
@@ -189,20 +190,33 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
                 better = error < best[0]
                 best = error.where(better, best[0]), scale.where(better, best[1]), found.where(better, best[2])
         assert best is not None
-        scales.append(best[1][..., 0])
-        codes.append(best[2].flatten(1)[:, : weight.shape[1]])
-    return GroupedWeight.of_codes(torch.cat(codes), torch.cat(scales), group, table=table)
+        codes = best[2].flatten(1)[:, : weight.shape[1]]
+        found_parts.append(GroupedWeight.of_codes(codes, best[1][..., 0], group, table=table))
+    return _joined(found_parts)
 
 
-def round_to_8_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
-    """A weight [N, K] of real numbers in steps of 1/127 of the largest magnitude of each group."""
-    codes, scales = [], []
-    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
-        x = _groups(part.float(), group)
+def round_to_8_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype | None = None) -> GroupedWeight:
+    """A weight [N, K], taken in a dtype, in steps of 1/127 of the largest magnitude of each group."""
+    found_parts = []
+    for part in _parts(weight, dtype):
+        x = _groups(part, group)
         scale = x.abs().amax(2) / 127
-        scales.append(scale.where(scale > 0, 1.0))
-        codes.append((x / scales[-1][:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]])
-    return GroupedWeight.of_codes(torch.cat(codes), torch.cat(scales), group)
+        scale = scale.where(scale > 0, 1.0)
+        codes = (x / scale[:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]]
+        found_parts.append(GroupedWeight.of_codes(codes, scale, group))
+    return _joined(found_parts)
+
+
+def _parts(weight: torch.Tensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
+    """Runs of a weight's rows, taken in a dtype, as float32."""
+    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
+        yield part.to(dtype or part.dtype).float()
+
+
+def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Weights of the same inputs and table, one after another."""
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return replace(parts[0], out_features=len(codes), codes=codes, scales=scales)
 
 
 def _count_above(x: torch.Tensor, borders: list[float]) -> torch.Tensor:

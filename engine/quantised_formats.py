@@ -11,7 +11,7 @@ from typing import Any, Final
 
 #: Values of ``quant_method`` that are read here.
 METHODS: Final = ("compressed-tensors", "awq", "gptq", "gguf")
-#: Others that are read here for a CPU, and elsewhere by transformers.
+#: Others that are read here of some architectures, bitsandbytes for a CPU, and else by transformers.
 METHODS_OF_TRANSFORMERS: Final = ("fp8", "bitsandbytes")
 #: Architectures whose quantised checkpoints are read: those that the native decoder runs.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")

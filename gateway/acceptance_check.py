@@ -20,7 +20,7 @@ from gateway.decoding.request import DecodingRequest
 from gateway.generation import Generation
 from gateway.placement.routing import Replica, Router
 from specdec.errors import InvalidRequest, TandemError
-from specdec.methods import head_method
+from specdec.methods import BETTER, GOOD_SHARE, head_method
 from specdec.params import SamplingParams
 from specdec.types import ModelInfo
 
@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 #: Tokens the target generates for each prompt, and drafted tokens of a round.
 NUM_TOKENS: Final = 24
 NUM_DRAFT_TOKENS: Final = 3
-#: Share of the usual gain below which a head is not what it should be; and below which other layers are tried, which
-#: must bring so many times its gain, and at least half of the usual one.
+#: Share of the usual gain below which a head is not what it should be. Other layers, which are tried below
+#: :data:`~specdec.methods.GOOD_SHARE`, must bring half of the usual gain, too.
 LEAST_SHARE: Final = 0.25
-GOOD_SHARE: Final = 0.75
-BETTER: Final = 1.4
 #: Rounds below which nothing can be said, and seconds the test may take for each prompt.
 MIN_ROUNDS: Final = 5
 TIMEOUT_S: Final = 20.0

@@ -30,7 +30,7 @@ from gateway.requests.call_trace import SampleTrace, trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.limits import body_limit, check_request
 from gateway.requests.preparation import Preparation
-from gateway.requests.prompt import encode_prediction, encode_prompt, read_prediction
+from gateway.requests.prompt import encode_prompt, read_prediction
 from gateway.requests.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.samples import SampleAssembler
 from gateway.telemetry.load_collector import LoadCollector
@@ -253,9 +253,7 @@ class Generation:
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
         caller = current_caller()
         attachment, attached = self.attachments.find(caller, request.attachment) or (None, None)
-        prediction = await self._encode_prediction(request.prediction)
-        if attachment is not None and not prediction:
-            prediction = await self._attached_prediction(attachment)
+        prediction = await self._prediction_of(request.prediction, attachment)
         samples = self._preparation.prepare(
             request, prompt, prediction, self.router.model(), deadline=deadline, attached=attached
         )
@@ -303,26 +301,26 @@ class Generation:
         encode = partial(encode_prompt, self.text, text, self.router.model(), add_special_tokens=add_special_tokens)
         return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
 
-    async def _encode_prediction(self, given: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(given, str):
-            return given
-        encode = partial(encode_prediction, self.text, given, self.router.model())
-        return encode() if len(given) <= SHORT_TEXT else await asyncio.to_thread(encode)
-
-    async def _attached_prediction(self, attachment: Attachment) -> Sequence[int]:
-        """What an attachment predicts; it is tokenized once, and what the context cannot hold is left out."""
-        text = attachment.prediction
-        if not isinstance(text, str) or self.tokenizer is None:
-            return () if isinstance(text, str) else text
-        raw = text[: self.settings.max_characters_per_token * self.router.model().max_model_len].encode()
+    async def _prediction_of(self, given: str | Sequence[int], attachment: Attachment | None) -> Sequence[int]:
+        """A request's own prediction, or that of its attachment: it is tokenized once, what the context cannot hold is
+        left out, and it refuses no request.
+        """
+        text = given or (attachment.prediction if attachment is not None else "")
+        if not text or not isinstance(text, str):
+            return text or ()
+        if not given:
+            text = text[: self.settings.max_characters_per_token * self.router.model().max_model_len]
+        raw = text.encode()
         try:
             with self.buffers.request(current_caller().client) as buffer:
                 buffer.add(len(raw))
                 prediction = await self.read(read_prediction, raw, buffer, has_chat=False)
-        except Overloaded:  # it may cost no request
+        except (Overloaded, InvalidRequest):
+            if given:
+                raise
             return ()
-        if attachment.prediction is text:
-            attachment.prediction = prediction
+        if attachment is not None and not given:
+            attachment.tokenized(text, prediction)
         return prediction
 
     async def read(
@@ -435,10 +433,11 @@ async def _chunks(
     async with aclosing(decoding.verdicts()) as verdicts:
         try:
             async for verdict in verdicts:
-                if trace is not None:
-                    trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
-                chunk = assembler.feed(verdict)
-                held = chunk if held is None else held.joined(chunk)
+                if held is None or verdict.token_ids or verdict.finish_reason is not None:
+                    if trace is not None:
+                        trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
+                    chunk = assembler.feed(verdict)
+                    held = chunk if held is None else held.joined(chunk)
                 if not verdict.is_followed or held.final is not None:
                     chunk, held = held, None
                     yield chunk

@@ -46,8 +46,14 @@ class Method:
     training_summary: str = ""
 
 
+#: Share of the usual gain (:attr:`Method.usual_acceptance_length` without the target's token) from which on a head is
+#: not looked into; times its gain that tell the cause.
+GOOD_SHARE: Final = 0.75
+BETTER: Final = 1.4
 #: In the ``config.json`` of prediction layers that were taken out of their target.
 MTP_FIELD: Final = "tandem_mtp"
+#: Of a draft model that can read its target's states beside its tokens (PARD-2).
+STATES_FILE: Final = "warp_model.bin"
 #: Parts of the names of tensors that prediction layers alone have; :mod:`engine.heads.files.mtp` knows them in full.
 _PREDICTION_TENSORS: Final = (b"mtp.fc.weight", b"eh_proj.weight", b"mtp_layers.")
 
@@ -91,6 +97,7 @@ _BUILT_IN: Final = (
         is_head=True,
         attends=True,
         usual_acceptance_length=2.2,
+        speculators_type="mtp",
         config_field=MTP_FIELD,
     ),
     Method(

@@ -170,6 +170,8 @@ class DraftedRound:
     wait_ns: int = 0
     #: Levels of the tree; 0: it was a chain.
     depth: int = 0
+    #: Whether the draft streams, and the step verified what was there of ``num_asked`` tokens.
+    is_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class DirectDraft:
         #: Tokens asked for since ``_asked_ns``; 0: no proposal is expected.
         self._num_asked = self._asked_ns = 0
         self._is_streaming = False
+        #: When the first part of a chain came; 0: the second one did, too.
+        self._begun_ns = 0
         self._late: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_over = False
@@ -206,6 +208,7 @@ class DirectDraft:
         if not offers or self._num_asked or not self._session.may_stream:
             return False
         self._is_streaming = True
+        self._told_ns.clear()
         self._stream_on()
         return True
 
@@ -213,8 +216,11 @@ class DirectDraft:
         """Tell the draft what is committed; end the stream where no drafts are wanted, or where rounds are better."""
         session, k = self._session, self._num_draft_tokens
         if k and self._times.is_far:
+            assert self._stream is not None, "a length is set once the draft is open"
+            k = self._stream.opened.num_speculative_tokens  # what is there costs rows alone
             session.stream(k)
             self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
+            self._expect()
             return
         self._is_streaming = False
         session.end_stream()
@@ -230,11 +236,32 @@ class DirectDraft:
         except InvalidRequest as error:
             self._lose(error)
             return
+        now_ns = time.perf_counter_ns()
+        if not begins and self._begun_ns:
+            self._times.add_rest(now_ns - self._begun_ns)
+        self._begun_ns = now_ns if begins else 0
         if begins:
             for length, told_ns in self._told_ns:
                 if length == proposal.base_len:
-                    trip_ns = time.perf_counter_ns() - told_ns - proposal.draft_ns - proposal.queue_ns
-                    self._times.add_trip(trip_ns)
+                    self._times.add_answer(now_ns - told_ns)
+                    self._times.add_trip(now_ns - told_ns - proposal.draft_ns - proposal.queue_ns)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Say when the next chain should come: the draft begins it when it hears of the token that ended the last. Or
+        when the rest of one should whose first part came alone.
+        """
+        session, chain, answer_ns = self._session, self._session.chain, self._times.answer_ns
+        session.due_ns = 0
+        if not answer_ns or chain is None:
+            return
+        if (over_len := chain.over_len) is not None:
+            told_ns = next((told_ns for length, told_ns in self._told_ns if length >= over_len), 0)
+            session.due_ns = told_ns + answer_ns if told_ns else 0
+        elif self._begun_ns and (rest_ns := self._times.rest_ns):
+            assert self._stream is not None, "a chain came of it"
+            is_short = len(chain.token_ids) < self._stream.opened.num_speculative_tokens
+            session.due_ns = self._begun_ns + rest_ns if is_short else 0
 
     def _lose(self, error: TandemError) -> None:
         if not self._is_over:

@@ -17,6 +17,7 @@ from specdec.errors import InvalidRequest, TandemError, Unavailable, quote, stat
 from specdec.hidden_state_buffer import pieces
 from specdec.process.cores import usable_cores
 from specdec.rpc.call_span import current_span
+from specdec.rpc.channel_pool import ChannelPool
 from specdec.rpc.core_service import Context, CoreServicer
 from specdec.rpc.draft_stream import DRAFT_METHOD, DraftStream, RemoteStream, Stream
 from specdec.rpc.framed.address import framed_path
@@ -63,6 +64,11 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         self._num_cores = usable_cores()
         #: By address.
         self._trip_times: dict[str, TripTimes] = {}
+        self._channels = ChannelPool()
+
+    async def close(self) -> None:
+        """Close the connections to drafts."""
+        await self._channels.close()
 
     async def Verify(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: Context
@@ -88,7 +94,7 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         )
         writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
         verdicts = [session.first]
-        requests = _Requests(core, session, writer, self._trip_times if asks_drafts else None)
+        requests = _Requests(core, session, writer, self._channels, self._trip_times if asks_drafts else None)
         reading = asyncio.create_task(requests.read(context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
@@ -156,12 +162,14 @@ class _Requests:
         core: TargetCore,
         session: Session,
         writer: StreamWriter[pb.VerifyResponse],
+        channels: ChannelPool,
         trip_times: dict[str, TripTimes] | None,
     ) -> None:
         """``trip_times``: those of drafts by their addresses; None: the session may connect to no draft."""
         self._core = core
         self._session = session
         self._writer = writer
+        self._channels = channels
         self._trip_times = trip_times
         self._draft: DirectDraft | None = None
         self._draft_epoch = 0
@@ -226,7 +234,7 @@ class _Requests:
             stream: Stream
             metadata = tuple(message.trace_headers.items())
             if path is None:
-                stream = RemoteStream(address, metadata)
+                stream = RemoteStream(self._channels, await self._channels.take(address), address, metadata)
             else:
                 try:
                     stream = await FramedStream.open(path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, metadata)

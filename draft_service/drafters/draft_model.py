@@ -1,6 +1,8 @@
 """A small causal language model as the draft: k forward passes for all waiting sessions together.
 
-A model that drafts in parallel (:mod:`draft_service.drafters.parallel`) needs one.
+A model that drafts in parallel (:mod:`draft_service.drafters.parallel`) needs one. It may read the target's states
+beside its tokens (:mod:`draft_service.drafters.state_inputs`): the prompt waits for those of all its tokens then, or
+for the first verdict.
 
 Which entries does the cache hold (``docs/drafters.md``)? With n committed tokens c and drafts x₁…x_k,
 drafting feeds cₙ₋₁, x₁…x₍ₖ₋₁₎: x_k is never fed. So after a verdict that accepts a < k drafts, the cache is cut to
@@ -13,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps
 from draft_service.drafters.parallel import check_mask, check_prompt, mask_token
 from draft_service.drafters.session_cache import SessionCache
+from draft_service.drafters.state_inputs import StateInputs
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
 from draft_service.drafters.window import DraftWindow
@@ -54,6 +58,9 @@ class ModelState:
     max_tokens: int = 0
     #: Of a model that drafts in parallel.
     mask_token_id: int | None = None
+    #: Tokens that wait for the target's states; and the states that are known and may be read.
+    num_waiting: int = 0
+    states: list[HiddenStates] = field(default_factory=list)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -68,7 +75,9 @@ class ModelState:
     @property
     def num_pending(self) -> int:
         """Committed tokens without an entry in the cache."""
-        return 0 if self.cache is None else max(0, self.num_entries - self.cache.sequence.length)
+        if self.cache is None or self.num_waiting:
+            return 0
+        return max(0, self.num_entries - self.cache.sequence.length)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +90,9 @@ class _Feed:
     length: int
     #: Fed, then drafted after.
     token_ids: Sequence[int]
+    #: What reads states, and the positions of those tokens.
+    inputs: StateInputs | None
+    positions: Sequence[int]
 
     def chain(self) -> ChainJob:
         """A chain after the committed tokens."""
@@ -91,6 +103,7 @@ class _Feed:
             job.num_tokens,
             state.sampling,
             state.rule,
+            features=None if self.inputs is None else self.inputs.rows(state.states, self.positions),
             mask_token_id=state.mask_token_id,
         )
 
@@ -115,12 +128,18 @@ class ModelDrafter(Drafter[ModelState]):
     """Drafts with a small model; its forward passes run on the device thread, its bookkeeping on the event loop."""
 
     def __init__(
-        self, engine: Engine, thread: DeviceThread, settings: DraftSettings, mask_token_id: int | None = None
+        self,
+        engine: Engine,
+        thread: DeviceThread,
+        settings: DraftSettings,
+        mask_token_id: int | None = None,
+        inputs: StateInputs | None = None,
     ) -> None:
         """The engine must have been loaded on the thread; both are closed by :meth:`shutdown`. ``mask_token_id``: of a
-        model that drafts in parallel.
+        model that drafts in parallel; ``inputs``: what reads the target's states for it.
         """
         self._mask_token_id = mask_token_id
+        self._inputs = inputs
         self._engine = engine
         self._pool = engine.pool
         self._thread = thread
@@ -137,15 +156,23 @@ class ModelDrafter(Drafter[ModelState]):
                 )
             # A chain that gets no verdict is rolled back as a whole, with the token before it.
             states.num_kept = settings.speculative.num_speculative_tokens + 1
+        if inputs is not None and tree is not None:
+            raise InvalidRequest(
+                f"the draft {engine.info.name} reads the target's states and drafts no tree: leave out tree_top_k and"
+                " speculative_token_tree",
+                param="tree_top_k",
+            )
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
         self.info: ModelInfo = replace(
             engine.info,
             method="draft_model",
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
+            hidden_state_layers=() if inputs is None else inputs.layers,
+            hidden_state_dtype="" if inputs is None else settings.speculative.hidden_state_dtype,
         )
         self._window = DraftWindow.of(settings, self.info)
-        self.streams = tree is None and engine.pool.states is None
+        self.streams = tree is None and engine.pool.states is None and inputs is None
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -158,17 +185,21 @@ class ModelDrafter(Drafter[ModelState]):
         if settings.model.tokenizer is not None:
             check_shared_tokens(settings.model.tokenizer, folder)
         mask = mask_token(folder, settings.speculative.parallel_drafting)
+        inputs = None
+        if mask is not None and settings.target_model is not None:
+            inputs = StateInputs.read(folder, settings.target_model)
         drafted = None
         if (path := settings.speculative.draft_vocab) is not None:
             drafted = read_draft_vocabulary(path, read_text_config(folder)["vocab_size"])
         thread = DeviceThread("draft-device")
         try:
             largest = LargestStep(settings.scheduler.max_num_batched_tokens, draft_many)
-            engine = await thread.run(load_engine, settings.model, None, largest, drafted)
+            load = partial(load_engine, settings.model, None, largest, drafted, reads_more=inputs is not None)
+            engine = await thread.run(load)
             await thread.run(engine.warm_up)
             if mask is not None and (prompt := check_prompt(folder)):
                 await thread.run(check_mask, engine, prompt, mask)
-            drafter = cls(engine, thread, settings, mask)
+            drafter = cls(engine, thread, settings, mask, inputs)
             await drafter._warm_up()
         except BaseException:
             await asyncio.to_thread(thread.close)
@@ -202,6 +233,9 @@ class ModelDrafter(Drafter[ModelState]):
             raise CacheFull(f"{len(token_ids)} tokens do not fit into the draft's KV cache at this moment")
         state.cache = SessionCache(pool, sequence)
         state.num_cached_tokens = sequence.length
+        if self._inputs is not None:  # the state of the last of them is read for the token after it
+            state.num_cached_tokens = max(0, sequence.length - 1)
+            state.num_waiting = len(spec.token_ids) if len(spec.token_ids) > 1 else 0
         self._states.add(state)
         return state
 
@@ -219,6 +253,8 @@ class ModelDrafter(Drafter[ModelState]):
             else:  # committed tokens were replaced
                 cache.cut(max(min(keep, window.num_sinks), keep - num_skipped))
         state.sampling = state.sampling.committed(keep, token_ids)
+        if self._inputs is not None:
+            self._keep_states(state, keep, hidden_states)
 
     def num_cached_tokens(self, state: ModelState) -> int:
         """Tokens whose entries another session had computed."""
@@ -272,6 +308,32 @@ class ModelDrafter(Drafter[ModelState]):
             await self.draft([DraftJob(state, 1, num_tokens)])
             self.close(state)
 
+    def _keep_states(self, state: ModelState, keep: int, new: Sequence[HiddenStates]) -> None:
+        """Add those that came; forget those of tokens that were replaced, and those that are not read again.
+
+        Raises:
+            InvalidRequest: they are of another width.
+        """
+        assert self._inputs is not None
+        for each in new:
+            if each.num_features != self._inputs.width:
+                raise InvalidRequest(
+                    f"hidden_states have {each.num_features} numbers a position; {self.info.name} reads"
+                    f" {self._inputs.width}",
+                    param="hidden_states",
+                )
+        known = [kept for each in state.states if (kept := each.rows(each.start, keep)).num_positions]
+        state.states = [*known, *new]
+        length = len(state.sampling)
+        if length > state.num_waiting or (state.states and state.states[-1].end >= length - 1):
+            state.num_waiting = 0
+        if state.cache is None or state.num_waiting:
+            return
+        start = state.cache.sequence.length - 2  # of the last token, which may be fed again
+        if self._window.size < length:
+            start = length - self._window.size
+        state.states = [each for each in state.states if each.end > start]
+
     def _prepare(self, job: Job) -> _Feed | None:
         """Make room in the cache; None without memory for it."""
         state, window = job.state, self._window
@@ -289,7 +351,8 @@ class ModelDrafter(Drafter[ModelState]):
         if not self._pool.grow(sequence, min(end + num_drafted, self._pool.total_blocks * self._pool.block_size)):
             self.close(state)  # it drafts nothing any more, and others have its blocks
             return None
-        return _Feed(job, cache, start, window.read(committed, start)[: end - start])
+        positions = () if self._inputs is None else window.read(range(len(committed)), start)[: end - start]
+        return _Feed(job, cache, start, window.read(committed, start)[: end - start], self._inputs, positions)
 
     def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
         """Feed and draft: all trees, then all chains."""

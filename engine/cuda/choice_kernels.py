@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 #: Parameters that lie wherever a batch put them.
-_LISTS = ["logits", "rows", "rounds"]
+_LISTS = ["logits", "rows", "rounds", "words", "places"]
 
 
 @triton.jit
@@ -18,23 +18,46 @@ def _mixed(keys, index):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "row_stride"], do_not_specialize_on_alignment=_LISTS)
-def choose(logits, rows, scores, ids, num_tokens, row_stride, TILE: tl.constexpr):  # noqa: PLR0917
+@triton.jit
+def _is_allowed(words, row, num_words, v):
+    """Whether the bit of each token is set: bit v % 32 of word v // 32, 0 behind the last word."""
+    word = tl.load(words + row * num_words + v // 32, mask=v // 32 < num_words, other=0)
+    return ((word >> (v % 32)) & 1) == 1
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_stride", "num_words"], do_not_specialize_on_alignment=_LISTS)
+def forbid(logits, places, words, num_tokens, row_stride, num_words, TILE: tl.constexpr):  # noqa: PLR0917
+    """Write -inf to the tokens whose bits are 0. Programs: (row of ``words`` [M, num_words], part of the vocabulary).
+
+    places int64 [M]: the row of the logits, float32 [N, row_stride], that each masks.
+    """
+    own = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_forbidden = (v < num_tokens) & (_is_allowed(words, own, num_words, v) == 0)
+    tl.store(logits + tl.load(places + own) * row_stride + v, float("-inf"), mask=is_forbidden)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_stride", "num_words"], do_not_specialize_on_alignment=_LISTS)
+def choose(logits, rows, words, scores, ids, num_tokens, row_stride, num_words, TILE: tl.constexpr):  # noqa: PLR0917
     """The best token of a part of the vocabulary, the first of equal ones. Programs: (row, part).
 
-    logits float32 [N, row_stride]; rows int64 [R, 5]: row of the logits, key of its noise, bits of a float64, its
-    temperature, and what ``walk`` reads; scores float64 and ids int64 [R, parts]. At temperature 0 the score of a token
-    is its logit l; else l / T - log E with E ~ Exp(1) of the key and the token (the logarithm of
-    :func:`engine.sampling.draws.race`). A part with a NaN has the score NaN.
+    logits float32 [N, row_stride]; rows int64 [R, 6]: row of the logits, key of its noise, bits of a float64, its
+    temperature, and what ``walk`` reads, then the row of ``words`` [M, num_words] int32 whose bits are the tokens that
+    may be chosen, -1: all; scores float64 and ids int64 [R, parts]. At temperature 0 the score of a token is its logit
+    l; else l / T - log E with E ~ Exp(1) of the key and the token (the logarithm of
+    :func:`engine.sampling.draws.race`). A part with a NaN that may be chosen has the score NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     v = part * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + tl.load(rows + row * 5) * row_stride + v, mask=v < num_tokens, other=float("-inf"))
+    x = tl.load(logits + tl.load(rows + row * 6) * row_stride + v, mask=v < num_tokens, other=float("-inf"))
+    masked_by = tl.load(rows + row * 6 + 5)
+    if masked_by >= 0:
+        x = tl.where(_is_allowed(words, masked_by, num_words, v), x, float("-inf"))
     score = tl.where(x == x, x, float("-inf")).to(tl.float64)  # noqa: PLR0124 - a NaN is not
-    temperature = tl.load(rows + row * 5 + 2).to(tl.float64, bitcast=True)
+    temperature = tl.load(rows + row * 6 + 2).to(tl.float64, bitcast=True)
     if temperature > 0.0:
-        bits = _mixed(tl.load(rows + row * 5 + 1), v.to(tl.int64))
+        bits = _mixed(tl.load(rows + row * 6 + 1), v.to(tl.int64))
         uniform = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
         score = score / temperature - tl.log(-tl.log(uniform))
     best = tl.max(score, 0)
@@ -64,7 +87,7 @@ def walk(rows, rounds, scores, ids, out, num_parts, PADDED_PARTS: tl.constexpr):
     """Accept drafted tokens while they are the choice, then emit the choice. Programs: rounds.
 
     rounds int64 [B, 2]: the first of a round's rows, and how many follow it, one for each drafted token; rows int64
-    [R, 5] end with that token and the place it follows: 0 is the round's first row. out float64 [3, B]: the place
+    [R, 6] have that token and the place it follows: 0 is the round's first row. out float64 [3, B]: the place
     where the walk ends, the choice there, and whether it is valid.
     """
     own = tl.program_id(0)
@@ -75,8 +98,8 @@ def walk(rows, rounds, scores, ids, out, num_parts, PADDED_PARTS: tl.constexpr):
     place = count * 0
     token, is_valid = _choice(scores, ids, first, num_parts, p)
     for i in range(1, count + 1):
-        drafted = tl.load(rows + (first + i) * 5 + 3)
-        follows = tl.load(rows + (first + i) * 5 + 4)
+        drafted = tl.load(rows + (first + i) * 6 + 3)
+        follows = tl.load(rows + (first + i) * 6 + 4)
         if (drafted == token) & (follows == place) & (is_valid == 1):
             place = i + count * 0
             token, is_valid = _choice(scores, ids, first + i, num_parts, p)

@@ -1,4 +1,4 @@
-"""Greedy and coupled verdicts on a GPU: one copy to the device and two launches, whatever the rounds."""
+"""Greedy and coupled verdicts on a GPU: a copy to the device, one of masks, and two launches, whatever the rounds."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ class Walk:
     temperature: float
     #: Of each row the key of its noise; empty at temperature 0.
     noise_keys: Sequence[int] = ()
+    #: Of each row the tokens that may be chosen: bit t % 32 of word t // 32, int32 [places, W]; None: all.
+    masks: torch.Tensor | None = None
 
 
 def walk(logits: torch.Tensor, walks: Sequence[Walk], num_tokens: int) -> torch.Tensor:
     """Of each of B walks the place where it ends, the token chosen there and whether it is valid: float64 [3, B] on the
     device; ``logits`` float32 [N, V], of whose tokens the first ``num_tokens`` may be chosen. Nothing waits for it.
     """
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    num_masks = 0
     rounds: list[tuple[int, int]] = []
     for one in walks:
         temperature = int(np.float64(one.temperature).view(np.int64))
@@ -46,9 +49,11 @@ def walk(logits: torch.Tensor, walks: Sequence[Walk], num_tokens: int) -> torch.
         drafted = (-1, *one.token_ids)
         follows = (-1, *(parent + 1 for parent in one.parents))
         keys = one.noise_keys or [0] * len(drafted)
+        masked_by = [-1] * len(drafted) if one.masks is None else range(num_masks, num_masks + len(drafted))
+        num_masks += 0 if one.masks is None else len(drafted)
         rows += [
-            (row, key, temperature, token, place)
-            for row, key, token, place in zip(one.logit_rows, keys, drafted, follows, strict=True)
+            (row, key, temperature, token, place, mask)
+            for row, key, token, place, mask in zip(one.logit_rows, keys, drafted, follows, masked_by, strict=True)
         ]
     numbers = [number for row in rows for number in row] + [number for pair in rounds for number in pair]
     lists = send(numbers, logits.device, torch.int64)
@@ -56,11 +61,30 @@ def walk(logits: torch.Tensor, walks: Sequence[Walk], num_tokens: int) -> torch.
     scores = logits.new_empty(len(rows), num_parts, dtype=torch.float64)
     ids = logits.new_empty(len(rows), num_parts, dtype=torch.int64)
     out = logits.new_empty(3, len(rounds), dtype=torch.float64)
-    at = 5 * len(rows)
+    at = 6 * len(rows)
+    masks = [one.masks for one in walks if one.masks is not None]
+    words = send(torch.cat(masks), logits.device) if masks else lists[:0].view(torch.int32)
     kernels.choose[(len(rows), num_parts)](
-        logits, lists[:at], scores, ids, num_tokens, logits.stride(0), TILE=_TILE, num_warps=8
+        logits,
+        lists[:at],
+        words,
+        scores,
+        ids,
+        num_tokens,
+        logits.stride(0),
+        words.shape[-1],
+        TILE=_TILE,
+        num_warps=8,
     )
     kernels.walk[(len(rounds),)](
         lists[:at], lists[at:], scores, ids, out, num_parts, PADDED_PARTS=padded_size(num_parts), num_warps=1
     )
     return out
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[torch.Tensor], num_tokens: int) -> None:
+    """Write -inf where masks, int32 [M, W] together, have no bit: each of them to one of the rows of ``logits``."""
+    words, places = send(torch.cat(list(masks)), logits.device), send(rows, logits.device, torch.int64)
+    kernels.forbid[(len(rows), -(-num_tokens // _TILE))](
+        logits, places, words, num_tokens, logits.stride(0), words.shape[1], TILE=_TILE, num_warps=8
+    )

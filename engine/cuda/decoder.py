@@ -1,4 +1,5 @@
-"""The forward pass of Llama-shaped models on a GPU in ten launches a layer, in seven where rows are few.
+"""The forward pass of Llama-shaped models on a GPU in ten launches a layer, in seven where rows are few, in eleven with
+weights in e4m3.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
@@ -8,23 +9,26 @@ Numbers are rounded where the modules round them. Of few rows norm, gate and res
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.cuda import few_rows, kernels
 from engine.cuda.attention import DTYPES, padded_size, paged_attention
 from engine.cuda.few_rows import FewRows, Product
-from engine.cuda.row_kernels import norm, silu_multiply
+from engine.cuda.float8 import Float8Linear, join_biases, round_rows
+from engine.cuda.int4 import Int4Linear
+from engine.cuda.row_kernels import norm, norm_rounded, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 from engine.trimmed_outputs import output_linear
 
 #: What hidden states are given as; see :mod:`engine.hidden_states`.
 _STATE_DTYPE: Final = torch.bfloat16
+_QUANTISED: Final = (Float8Linear, Int4Linear)
 
 
 class FusedDecoder:
@@ -39,7 +43,7 @@ class FusedDecoder:
         self._scale: float = attention.scaling
         self._head_dim: int = attention.head_dim
         self._num_kv_heads = caches[0][0].shape[1]
-        self._num_heads = attention.q_proj.weight.shape[0] // self._head_dim  # this rank's
+        self._num_heads = _num_outputs(attention.q_proj) // self._head_dim  # this rank's
         self._eps: float = model.config.rms_norm_eps
         self._layers = [
             (
@@ -60,13 +64,14 @@ class FusedDecoder:
 
     def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
         """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
-        if not all(_is_plain(layer.self_attn.o_proj) and _is_plain(layer.mlp.down_proj) for layer, *_ in self._layers):
+        linears = [(x.self_attn.o_proj, x.mlp.down_proj, *joined) for x, *joined in self._layers]
+        if not all(type(linear) is nn.Linear for linear in itertools.chain(*linears)):
             return
         self._products = [
             (
-                Product(*qkv, norm=layer.input_layernorm.weight),
+                Product(qkv.weight, qkv.bias, norm=layer.input_layernorm.weight),
                 Product(layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias, adds=True),
-                Product(*gate_up, norm=layer.post_attention_layernorm.weight, is_gated=True),
+                Product(gate_up.weight, gate_up.bias, norm=layer.post_attention_layernorm.weight, is_gated=True),
                 Product(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, adds=True),
             )
             for layer, qkv, gate_up in self._layers
@@ -112,13 +117,25 @@ class FusedDecoder:
         """All layers on ``x`` [T, H] in place; what is to be added to it is returned."""
         delta: Tensor | None = None
         for index, (layer, qkv_proj, gate_up) in enumerate(self._layers):
-            normed = norm(x, delta, layer.input_layernorm.weight, self._eps)
+            qkv = self._normed_product(x, delta, layer.input_layernorm.weight, qkv_proj)
             catch(index, x)
-            attended = self._attend(F.linear(normed, *qkv_proj), angles, index, batch)
-            delta = layer.self_attn.o_proj(attended)
-            normed = norm(x, delta, layer.post_attention_layernorm.weight, self._eps)
-            delta = layer.mlp.down_proj(silu_multiply(F.linear(normed, *gate_up)))
+            delta = layer.self_attn.o_proj(self._attend(qkv, angles, index, batch))
+            both, down = (
+                self._normed_product(x, delta, layer.post_attention_layernorm.weight, gate_up),
+                layer.mlp.down_proj,
+            )
+            is_float8 = isinstance(down, Float8Linear)
+            delta = (
+                down.multiply(round_rows(both, down.group, is_gated=True)) if is_float8 else down(silu_multiply(both))
+            )
         return delta
+
+    def _normed_product(self, x: Tensor, delta: Tensor | None, weight: Tensor, linear: Any) -> Tensor:
+        """Add ``delta`` to ``x`` in place, and multiply the normed sum."""
+        if isinstance(linear, Float8Linear):
+            return linear.multiply(norm_rounded(x, delta, weight, self._eps, linear.group))
+        product: Tensor = linear(norm(x, delta, weight, self._eps))
+        return product
 
     def _run_few_rows(self, index: int, x: Tensor, angles: Sequence[Tensor], batch: Batch) -> None:
         """A layer on ``x`` [T, H] in place."""
@@ -175,10 +192,12 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
         return "its output layer or dtype"
     for layer, (k_cache, v_cache) in zip(body.layers, caches, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
-        linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+        joined = [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
         outputs = [attention.o_proj, mlp.down_proj]
-        if not all(_is_plain(linear) for linear in linears) or not all(_is_plain(x, "SummedLinear") for x in outputs):
-            return "linear layers that are not plain"
+        if not all(map(_can_join, joined)) or not all(
+            _is_plain(x, "SummedLinear") or isinstance(x, _QUANTISED) for x in outputs
+        ):
+            return "linear layers that are neither plain nor quantised alike"
         norms = [layer.input_layernorm, layer.post_attention_layernorm, body.norm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         if any(type(norm).__name__ not in NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
@@ -193,15 +212,30 @@ def _is_plain(linear: nn.Module, split: str = "") -> bool:
     return type(linear) is nn.Linear or type(linear).__name__ == split
 
 
-def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight of several layers, and one bias, which they read from now on."""
+def _num_outputs(linear: Any) -> int:
+    """Of this rank's part of a layer."""
+    return len(linear.weight) if _is_plain(linear) else linear.out_features
+
+
+def _can_join(linears: Sequence[Any]) -> bool:
+    """Whether layers are plain ones, or quantised alike."""
+    if isinstance(linears[0], _QUANTISED):
+        kind, group = type(linears[0]), linears[0].group
+        return all(type(x) is kind and x.group == group and getattr(x, "order", None) is None for x in linears)
+    return all(_is_plain(linear) for linear in linears)
+
+
+def _join(linears: Sequence[Any]) -> Any:
+    """One layer with the outputs of several, whose weights are views of its from now on."""
+    if isinstance(linears[0], _QUANTISED):
+        return linears[0].join(linears)
     weight = torch.cat([linear.weight.detach() for linear in linears])
     sizes = [len(linear.weight) for linear in linears]
     for linear, part in zip(linears, weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         linear.weight = nn.Parameter(part, requires_grad=False)
-    biases = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return weight, None
-    return weight, torch.cat(
-        [weight.new_zeros(size) if bias is None else bias.detach() for bias, size in zip(biases, sizes, strict=True)]
-    )
+    bias = join_biases(linears)
+    joined = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
+    return joined

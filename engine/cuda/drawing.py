@@ -33,8 +33,8 @@ def draw(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted | None:
             return None
         keys = [state.noise_key(Stream.COUPLING, position)] if sampling.shares_noise else []
         walks.append(Walk([i], (), (), state.params.temperature, keys))
-    if not walks or not _is_right(logits.device):
-        return None
+    if all(state.params.greedy for state in rows.states) or not _is_right(logits.device):
+        return None  # the largest logit is one launch of torch's
     return Drafted(choices.walk(logits, walks, rows.states[0].num_tokens)[1].long())
 
 

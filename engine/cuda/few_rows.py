@@ -39,6 +39,8 @@ SECONDS: Final = 20.0
 #: Distance of a product from torch's, relative to the largest of its row: a few roundings.
 _BOUNDS: Final = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
 _REPEATS: Final = 5
+#: Weights that are made float32 together.
+_AT_ONCE: Final = 2**22
 
 
 class Tiles(NamedTuple):
@@ -157,11 +159,11 @@ def choose(
             return FewRows(0, {})
         tiles[product.shape] = min(found, key=lambda candidate: found[candidate])
     max_rows = 0
-    for num_rows in ROWS:
+    for num_rows in (1, *ROWS):
         ours = theirs = 0.0
         for i, product in enumerate(layers[0]):
             own = tiles[product.shape]
-            if (max_rows and clock() >= ends) or not _is_right(product, eps, own, num_rows):
+            if (max_rows >= ROWS[0] and clock() >= ends) or not _is_right(product, eps, own, num_rows):
                 ours = math.inf
                 break
             ours += _seconds(layers, i, num_rows, timer, partial(multiply, eps=eps, tiles=own))
@@ -231,16 +233,11 @@ def _rows(product: Product, num_rows: int) -> Tensor:
 def _is_right(product: Product, eps: float, tiles: Tiles, num_rows: int) -> bool:
     """Whether a product is torch's in float32, of all rows of a tile and of some."""
     dtype = product.weight.dtype
-    wide = product._replace(
-        weight=product.weight.float(),
-        bias=None if product.bias is None else product.bias.float(),
-        norm=None if product.norm is None else product.norm.float(),
-    )
     try:
-        for count in (num_rows, num_rows - 5):
+        for count in {num_rows, max(1, num_rows - 5)}:
             x = _rows(product, count)
             out = x.new_ones(count, product.num_outputs)
-            wanted = by_torch(x.float(), wide, eps, out.float())
+            wanted = _exact(x.float(), product, eps, out.float())
             distance = (multiply(x, product, eps, tiles, out).float() - wanted).abs().amax(1) / wanted.abs().amax(1)
             if not bool((distance <= _BOUNDS[dtype]).all()):
                 logger.warning("%s is not used: a product is off by %.2g", tiles, float(distance.max()))
@@ -249,6 +246,20 @@ def _is_right(product: Product, eps: float, tiles: Tiles, num_rows: int) -> bool
         logger.warning("%s is not used: %s: %s", tiles, type(error).__name__, error)
         return False
     return True
+
+
+def _exact(x: Tensor, product: Product, eps: float, out: Tensor) -> Tensor:
+    """:func:`by_torch` in float32, some outputs at a time: a whole weight may not fit twice."""
+    if product.norm is not None:
+        x = F.rms_norm(x, (x.shape[1],), product.norm.float(), eps)
+    parts = []
+    for at in torch.split(torch.arange(product.num_outputs), max(1, _AT_ONCE // x.shape[1])):
+        rows = torch.cat([at, at + product.num_outputs]) if product.is_gated else at
+        rows = rows.to(x.device)
+        bias = None if product.bias is None else product.bias[rows].float()
+        part = product._replace(weight=product.weight[rows].float(), bias=bias, norm=None)
+        parts.append(by_torch(x, part, eps, out[:, at.to(x.device)]))
+    return torch.cat(parts, 1)
 
 
 def _key(layers: Sequence[Sequence[Product]]) -> str:

@@ -241,18 +241,20 @@ class GraphRunner:
         key = bucket, layers
         if key not in self._captured:
             self._captured[key] = None  # a capture that fails is not tried again
+            made: list[Inputs] = []
+
+            def run() -> None:
+                if not made:  # within what ranks agree on: memory may run out on one alone
+                    sizes = {"max_model_len": self._max_model_len, "block_size": self._block_size}
+                    made.append(Inputs(bucket, **sizes, device=self._logits.device))
+                self._compute(made[0].batch, layers)
+
             try:
-                inputs = Inputs(
-                    bucket,
-                    max_model_len=self._max_model_len,
-                    block_size=self._block_size,
-                    device=self._logits.device,
-                )
-                replay = self._capture(lambda: self._compute(inputs.batch, layers))
+                replay = self._capture(run)
             except torch.OutOfMemoryError as error:
                 logger.warning("passes of %d rows run without a CUDA graph: %s", bucket.num_rows, error)
                 return None
-            self._captured[key] = None if replay is None else (inputs, replay)
+            self._captured[key] = None if replay is None else (made[0], replay)
         return self._captured[key]
 
     def _compute(self, batch: Batch, layers: tuple[int, ...]) -> None:
@@ -276,13 +278,17 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._left = max_bytes(device) // (_SHARE_OF_VERDICTS if of_verdicts else 1)
+        #: Bytes of the graph that took most.
+        self._most = 0
         self._checks_all = of_verdicts
         self._is_checked = False
 
     @property
     def has_room(self) -> bool:
-        """Whether there is memory for another."""
-        return self._left > 0
+        """Whether there is memory for another. They share what they compute in, and the largest comes first."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return self._left > 0 and free + cached > self._most
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
@@ -310,7 +316,8 @@ class CudaCapture:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._left -= torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
+        taken = torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
+        self._left, self._most = self._left - taken, max(self._most, taken)
         if self._left <= 0:
             logger.warning("CUDA graphs have taken their share of memory: passes of further shapes run without")
         return graph.replay

@@ -6,11 +6,13 @@ quarter of the bytes of bfloat16. Weights of other forms are not for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
 
+from engine.cuda.float8 import join_biases
 from engine.grouped_weight import GroupedWeight, unpack_nibbles
 
 #: Inputs of a group that the product knows.
@@ -47,7 +49,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.out_features = scales_and_zeros.shape[1]
         self.in_features = scales_and_zeros.shape[0] * group
-        self._group = group
+        self.group = group
         for name, tensor in (("packed", packed), ("scales_and_zeros", scales_and_zeros), ("order", order)):
             self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -71,6 +73,14 @@ class Int4Linear(nn.Module):
         bias = None if bias is None else bias.detach().to(device, torch.bfloat16)
         return cls(packed, both.to(device), weight.group, order, bias)
 
+    @classmethod
+    def join(cls, layers: Sequence[Int4Linear]) -> Self:
+        """A layer with the outputs of several of one group and order, whose weights are views of its from now on."""
+        packed, both = (torch.cat([x.packed for x in layers]), torch.cat([x.scales_and_zeros for x in layers], 1))
+        for layer, part in zip(layers, packed.split([len(x.packed) for x in layers]), strict=True):  # type: ignore[no-untyped-call]
+            layer.packed = part
+        return cls(packed, both, layers[0].group, layers[0].order, join_biases(layers))
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
@@ -78,6 +88,6 @@ class Int4Linear(nn.Module):
             rows = rows.index_select(1, self.order)
         aten = torch.ops.aten
         multiply = aten._weight_int4pack_mm_for_cpu if rows.device.type == "cpu" else aten._weight_int4pack_mm
-        y: Tensor = multiply(rows.contiguous(), self.packed, self._group, self.scales_and_zeros)
+        y: Tensor = multiply(rows.contiguous(), self.packed, self.group, self.scales_and_zeros)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias

@@ -13,6 +13,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from engine.cuda.float8_kernels import store_rounded
+
 #: Parameters that lie wherever a plan put them: a kernel must not be compiled again for each alignment.
 _PLAN_TENSORS: Final = ["row_starts", "kv_lens", "block_tables", "positions", "ancestors", "slots"]
 
@@ -287,12 +289,16 @@ def add_norm(  # noqa: PLR0917
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    scales=None,
+    GROUP: tl.constexpr = 0,
 ):
     """Add ``delta`` to ``x`` [T, DIM] in place, then norm it by its root mean square into ``out``. Programs: rows.
 
-    Numbers are rounded where transformers' modules round them.
+    Numbers are rounded where transformers' modules round them. With a GROUP ``out`` is e4m3; see
+    :func:`~engine.cuda.float8_kernels.store_rounded`.
     """
-    row = tl.program_id(0).to(tl.int64) * DIM
+    program = tl.program_id(0)
+    row = program.to(tl.int64) * DIM
     d = tl.arange(0, PADDED_DIM)
     is_number = d < DIM
     own = tl.load(x + row + d, mask=is_number, other=0.0)
@@ -301,8 +307,11 @@ def add_norm(  # noqa: PLR0917
         tl.store(x + row + d, own, mask=is_number)
     wide = own.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)).to(own.dtype)
-    scaled = tl.load(weight + d, mask=is_number, other=0.0).to(tl.float32) * normed.to(tl.float32)
-    tl.store(out + row + d, scaled.to(own.dtype), mask=is_number)
+    scaled = (tl.load(weight + d, mask=is_number, other=0.0).to(tl.float32) * normed.to(tl.float32)).to(own.dtype)
+    if GROUP > 0:
+        store_rounded(scaled.to(tl.float32), out, scales, program, tl.num_programs(0), DIM, PADDED_DIM, GROUP)
+    else:
+        tl.store(out + row + d, scaled, mask=is_number)
 
 
 @triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)

@@ -22,6 +22,7 @@ from engine.cuda.graphs import ROW_SIZES, Capture, CudaCapture, GraphRunner, res
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head_cache import HeadCache, shapes_of
+from engine.heads.layered_chains import draft_layered_chains
 from engine.heads.mtp import MtpHead
 from engine.heads.native.eagle import NativeHead
 from engine.heads.self_check import HeadReference
@@ -58,7 +59,8 @@ class PagedHead(HeadCache):
         #: The pass that layers of transformers run in.
         self._state = ForwardState()
         if isinstance(head, MtpHead):
-            head.body.set_attn_implementation(PAGED)
+            for body in head.bodies:
+                body.set_attn_implementation(PAGED)
             for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
                 bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._native: NativeHead | None = None
@@ -127,15 +129,28 @@ class PagedHead(HeadCache):
             self._features[: len(features)].copy_(features)
             replayed = self._graphs.run_with_states(batch, _OUTPUT)
         logits, x = replayed or self._run(batch.to(self.device), _OUTPUT, features)
-        for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
-            segment.sequence.length = kv_len
+        _grow(segments, batch)
         return x[: len(logits), 0].clone() if replayed else x[:, 0], logits
 
     def _run(self, batch: Batch, _: tuple[int, ...] = (), features: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [N, V] and outputs [N, 1, H] of a batch on the device; features None: those that lie ready."""
-        plan = batch.plan
+        features = self._features[: batch.plan.num_rows] if features is None else features
+        x = self._outputs(batch, features).index_select(0, batch.logit_rows)
+        return self._logits(x), x[:, None]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.head.to_target_logits(self.head.logits(x).float())
+
+    def _feed_layer(self, segments: Sequence[Segment], features: Tensor, layer: int) -> Tensor:
+        """Feed rows [T, H] to one prediction layer; outputs [T, H]. Sequences grow by what they were fed."""
+        batch = self._batch(segments)
+        x = self._outputs(batch.to(self.device), features, layer)
+        _grow(segments, batch)
+        return x
+
+    def _outputs(self, batch: Batch, features: Tensor, layer: int = 0) -> Tensor:
+        """Outputs [T, H] of a batch on the device."""
         paged = PagedBatch(batch)
-        features = self._features[: plan.num_rows] if features is None else features
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
             self.write(layer, key, value, paged)
@@ -143,11 +158,11 @@ class PagedHead(HeadCache):
 
         self._state.batch, self._state.kernels = paged, self._kernels
         try:
-            x: Tensor = self.head(batch.input_ids[0], features, plan.positions, attend)
+            rows = batch.input_ids[0], features, batch.plan.positions, attend
+            x: Tensor = self.head(*rows, layer) if layer else self.head(*rows)
         finally:
             self._state.batch = None
-        x = x.index_select(0, batch.logit_rows)
-        return self.head.to_target_logits(self.head.logits(x).float()), x[:, None]
+        return x
 
     def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
         """Feed rows with the target's states [T, num_features], with what it fused of them [T, H], or with outputs of
@@ -164,8 +179,7 @@ class PagedHead(HeadCache):
         logits, x = self._native.forward(
             batch.input_ids[0], states, batch.plan, batch.logit_rows, are_features=are_features
         )
-        for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
-            segment.sequence.length = kv_len
+        _grow(segments, batch)
         return x, self.head.to_target_logits(logits)
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
@@ -183,6 +197,9 @@ class PagedHead(HeadCache):
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
+            if isinstance(self.head, MtpHead) and (num_layers := len(self.head.layers)) > 1:
+                features = [self.fused(job.features) for job in jobs if job.features is not None]
+                return draft_layered_chains(self._feed_layer, self._logits, num_layers, jobs, features, stop)
             x, logits = self._ingest(jobs)
             drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
             if not drafting:
@@ -223,7 +240,16 @@ class PagedHead(HeadCache):
 
 def _shapes_of(head: EagleHead | Eagle3Head | MtpHead) -> list[LayerShape]:
     """How the head's layers attend."""
-    if isinstance(head, MtpHead):
-        adopt(head.body)
-        return record_layers(head.body, 1, head.embed_tokens.weight.device)[0]
-    return shapes_of(head.attentions, head.dtype)
+    if not isinstance(head, MtpHead):
+        return shapes_of(head.attentions, head.dtype)
+    shapes = []
+    for body in head.bodies:
+        adopt(body)
+        shapes += record_layers(body, 1, head.embed_tokens.weight.device)[0]
+    return shapes
+
+
+def _grow(segments: Sequence[Segment], batch: Batch) -> None:
+    """Sequences have what they were fed."""
+    for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
+        segment.sequence.length = kv_len

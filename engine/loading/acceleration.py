@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
 from engine.cuda.graphs import AgreedCapture, CudaCapture, GraphRunner
+from engine.device import has_triton
 from engine.engine import Engine
 from engine.layers import LayerShape
 from engine.loading import kernel_check
@@ -92,7 +92,7 @@ def runners(
         if not enforce_eager:
             windows = [shape.window for shape in shapes]
             built = partial(NativeDecoder.build, model, engine.caches, windows, num_threads)
-            decoder = None if is_split else built(mixers=engine.mixers, autotune=autotune)
+            decoder = None if is_split or engine.added else built(mixers=engine.mixers, autotune=autotune)
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
@@ -102,7 +102,7 @@ def runners(
             yield engine.torch_runner("native attention", kernels)
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
-        if not enforce_eager and engine.pool.states is None:
+        if not enforce_eager and engine.pool.states is None and engine.added is None:
             if (fused := _of_all(ranks, fused_decoder(engine, model, shapes, autotune))) is not None:
                 yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
                 if fused.few_rows.max_rows:  # that runner was wrong
@@ -159,8 +159,8 @@ def native_attention() -> AttentionKernels | None:
 
 
 def triton_attention() -> AttentionKernels | None:
-    """The kernels for a GPU, where Triton is installed (it comes with torch's CUDA builds for Linux)."""
-    if find_spec("triton") is None:
+    """The kernels for a GPU, where Triton is installed."""
+    if not has_triton():
         logger.warning("attention on this GPU is slow: install triton")
         return None
     from engine.cuda import attention as kernels  # noqa: PLC0415 - there is no Triton without a GPU

@@ -103,11 +103,9 @@ class RoundedSource(PackedSource):
         name = f"{prefix}.weight"
         if is_output and name not in self._open:  # tied
             name = f"{EMBEDDING}.weight"
-        return (
-            round_weight(self.read(name).to(self._dtype), self._bits, is_output=is_output)
-            if name in self._open
-            else None
-        )
+        if name not in self._open:
+            return None
+        return round_weight(self.read(name), self._bits, is_output=is_output, dtype=self._dtype)
 
 
 class GgufSource:

@@ -36,7 +36,7 @@ from engine.loading.assembly import (
     assemble,
     read_generation_config,
 )
-from engine.quantised_formats import METHODS_OF_TRANSFORMERS, MODEL_TYPES, QuantisedFormat
+from engine.quantised_formats import MODEL_TYPES, QuantisedFormat
 from engine.refused_checkpoints import check_checkpoint
 from engine.weight_map import check_weight_maps
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -97,7 +97,7 @@ def load_model(
     """
     check_weight_maps(Path(settings.model))
     stored = CheckpointFiles(settings.model).stored_format
-    if stored is not None and (device.type == "cpu" or stored.method not in METHODS_OF_TRANSFORMERS) and split is None:
+    if stored is not None and (device.type == "cpu" or stored.method != "bitsandbytes") and split is None:
         return _assembled(settings, config, device, stored)
     dtype = dtype_of(settings, config, device)
     if bits and split is None and isinstance(dtype, torch.dtype) and _can_round(settings, config, dtype):
@@ -198,7 +198,7 @@ def _assembled(
     read_generation_config(model, folder)
     _refuse_unused(settings, names, model)
     if not on_cpu:
-        gpu_weights.place(model, dtype, device, settings.model)
+        gpu_weights.place(model, dtype, device, settings.model, rounds=rounds)
         moved: Any = model
         model = moved.to(device)
     return model

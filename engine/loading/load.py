@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import specdec
 from engine.adapters import adopt
+from engine.added_embeddings import AddedEmbeddings
 from engine.cuda.graphs import reserved_bytes
 from engine.device import resolve_device
 from engine.engine import Engine
@@ -37,13 +38,16 @@ def load_engine(
     join: Callable[[], Ranks] | None = None,
     largest: LargestStep = LargestStep(),
     drafted: torch.Tensor | None = None,
+    *,
+    reads_more: bool = False,
 ) -> Engine:
     """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
 
     Sets torch's thread count on the calling thread, which must be the one that calls :meth:`Engine.forward`. ``join``
     meets the other ranks of the model, which load at the same time; it is called before weights are read. The engine
     closes them, and so does a failure. A GPU's memory is kept for the ``largest`` step, of as many rows on all ranks.
-    ``drafted``: of a draft, the ids of the tokens that it can draft, int64 [Vd], ascending; None: all.
+    ``drafted``: of a draft, the ids of the tokens that it can draft, int64 [Vd], ascending; None: all. ``reads_more``:
+    the engine can add to the embeddings (:attr:`Engine.added`); the model's own modules run it then.
 
     Raises:
         ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
@@ -53,7 +57,7 @@ def load_engine(
     config = checkpoint.load_config(settings)
     refusals.check_config(config)
     if join is None:
-        return _load(settings, config, largest, drafted=drafted)
+        return _load(settings, config, largest, drafted=drafted, reads_more=reads_more)
     size = settings.tensor_parallel_size
     split = shards.plan_split(config, size, trust_remote_code=settings.trust_remote_code)
     ranks = join()
@@ -99,6 +103,7 @@ def _load(
     split: object = None,
     *,
     drafted: torch.Tensor | None = None,
+    reads_more: bool = False,
 ) -> Engine:
     place = None if ranks is None else ranks.place
     device = resolve_device(settings.device, 0 if place is None else place.local_rank)
@@ -180,6 +185,7 @@ def _load(
         num_threads=num_threads,
         mixers=mixers,
         num_slots=num_slots,
+        added=AddedEmbeddings(model) if reads_more else None,
     )
     choose_runner(engine, model, shapes, reference=reference, settings=settings, ranks=ranks)
     if (

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engine.adapters import is_adopted
 from engine.batch import Segment
 from engine.compaction import Kept
+from engine.cuda.float8 import Float8Linear
 from engine.kv_sequence import KVSequence
 from engine.layers import LayerShape
 from engine.loading.long_context import (
@@ -71,7 +72,8 @@ TOLERANCES: Final = {
     torch.float16: Tolerance.of(2e-2),
     torch.bfloat16: Tolerance.of(8e-2),
 }
-#: Of weights that transformers has quantised: single rows of random models differ by anything.
+#: Of weights that transformers has quantised, and of e4m3, whose activations have steps of 6 %: single rows of random
+#: models differ by anything.
 QUANTISED_TOLERANCE: Final = Tolerance(0.2, 0.25, worst=math.inf)
 #: Of grouped weights, whose activations are rounded to 8 bits: numbers that differ in their last bit may be rounded to
 #: different steps. Trained models differ by a hundredth, single rows of random ones by anything.
@@ -218,7 +220,7 @@ def _tolerance_of(model: PreTrainedModel) -> Tolerance:
         isinstance(module, GroupedLinear) and module.grouped and module.grouped.rounds for module in model.modules()
     ):
         tolerance = GROUPED_TOLERANCES[model.dtype]
-    elif getattr(model, "hf_quantizer", None) is not None:
+    elif getattr(model, "hf_quantizer", None) or any(isinstance(module, Float8Linear) for module in model.modules()):
         tolerance = QUANTISED_TOLERANCE
     if tolerance.share and has_experts(model):
         return replace(tolerance, worst=max(tolerance.worst, OTHER_EXPERT))

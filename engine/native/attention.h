@@ -50,7 +50,7 @@ TANDEM_STRUCT(AttentionShape, heads, kv_heads, head_dim, value_dim, k_block_stri
 
 constexpr int kKeys = 2 * kLanes;  // positions of a tile
 constexpr int kSplit = 512;        // positions of a split, whole tiles
-constexpr int kScoreDepth = 8;     // products of a score's sub-sum
+constexpr int kFetchDepth = 4 * kScoreDepth;  // products of a score between which the next tile is fetched
 constexpr int kTaskRows = 48;      // rows x query heads of a task: whole register tiles
 constexpr int kSplitTasks = 4;     // tasks for each thread below which splits are shared out
 
@@ -338,23 +338,25 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
     const int next_count = next >= end ? 0 : int(end - next < kKeys ? end - next : kKeys);
     if (next_count)
       find_rows(plan, shape, table, kv_head, next, next, next_count, k_cache, v_cache, key_rows, value_rows);
-    for (int d = 0, fetched = 0; d < dim; d += kScoreDepth) {
-      const int depth = dim - d < kScoreDepth ? dim - d : kScoreDepth;
+    for (int d = 0, fetched = 0; d < dim; d += kFetchDepth) {
+      const int depth = dim - d < kFetchDepth ? dim - d : kFetchDepth;
       for (; fetched < next_count * (d + depth) / dim; fetched++) {
         if (!shape.keys_in_columns) prefetch(key_rows[fetched], dim);
         prefetch(value_rows[fetched], value_dim);
       }
       if (next_count && shape.keys_in_columns)
         for (int i = d; i < d + depth; i++) prefetch(first_column(next) + i * plan.block_size, kKeys);
-      float_tiles(count, s.query + m0 * s.query_stride + d, s.query_stride, keys + d * key_stride, key_stride, depth, 2,
-                  scores, kKeys, d > 0);
+      score_tiles(count, s.query + m0 * s.query_stride + d, s.query_stride, keys + d * key_stride, key_stride, depth, scores,
+                  d > 0);
     }
     for (int r = from; r < to; r++) {
       const Vec low = splat(float(sight.first(r) - tile_begin)), high = splat(float(sight.last(r) - tile_begin));
+      bool sees_all = sight.first(r) <= tile_begin && sight.last(r) >= tile_begin + kKeys - 1;
       Vec on_branch[2];
       if constexpr (kTrees) {
         const uint64_t branch = sight.branch(r, tile_begin);
-        for (int j = 0; j < kKeys; j++) on_branch[j / kLanes][j % kLanes] = float(branch >> j & 1);
+        sees_all &= (~branch & ((uint64_t(1) << kKeys) - 1)) == 0;
+        for (int j = 0; !sees_all && j < kKeys; j++) on_branch[j / kLanes][j % kLanes] = float(branch >> j & 1);
       }
       auto sees = [&](int h) {
         const Vec at = lane + float(h * kLanes);
@@ -367,14 +369,14 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
         for (int h = 0; h < 2; h++) {
           x[h] = load(row + h * kLanes) * shape.scale;
           if (shape.softcap > 0.0f) x[h] = tanh(x[h] / shape.softcap) * shape.softcap;
-          x[h] = sees(h) ? x[h] : splat(-1e30f);
+          if (!sees_all) x[h] = sees(h) ? x[h] : splat(-1e30f);
         }
         const float peak = sums.peak[m], tile_peak = largest(max(x[0], x[1]));
         const float new_peak = tile_peak > peak ? tile_peak : peak;
         Vec weight_sum{};
         for (int h = 0; h < 2; h++) {
           Vec w = exp(x[h] - new_peak);
-          w = sees(h) ? w : Vec{};
+          if (!sees_all) w = sees(h) ? w : Vec{};
           store(row + h * kLanes, w);
           weight_sum += w;
         }

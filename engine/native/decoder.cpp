@@ -251,7 +251,7 @@ class Pass {
         if (attends) project_to_stream(stored(heads_out, p.query_width, p.out_stride, layer.output), layer.output, p.query_width);
         if (!layer.down.weight) continue;
         activate(layer, normed(layer.post_norm, layer.gate_up));
-        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride, layer.down), layer.down, m.intermediate);
+        project_to_stream(activated(layer), layer.down, m.intermediate);
       }
       if (p.states_at_end && !keep_logits()) return;
       const bool norms_output = m.head && m.head->norms_output;
@@ -482,25 +482,46 @@ class Pass {
       end_stage();
     }
 
+    // Whether activations are rounded as they are made: a panel is a run of them.
+    static bool rounds_panels(const Layer& layer) {
+      return std::is_same_v<Format, Grouped> && kPanel == kRun && !order_of<Format>(layer.down.weight);
+    }
+
     // mid = silu(gate) * up, or relu(up)^2
     void activate(const Layer& layer, const Rows<Format>& rows) {
       const int group = m.gates_mlp ? 2 : 1;
+      const bool rounded = rounds_panels(layer);
+      const int64_t stride = prepared_stride(m.intermediate);
       multiply(rows, layer.gate_up, p.hidden, panels(m.intermediate), group,
                [&](int first, int count, int panel, const float* s) {
-                 for (int r = 0; r < count; r++)
-                   for (int v = 0; v < kPanel; v += kLanes) {
-                     const int64_t column = int64_t(panel) * group * kPanel + v;
-                     Vec y = finish(layer.gate_up, column, s + r * kPanel + v);
+                 for (int r = 0; r < count; r++) {
+                   Vec y[kVectors];
+                   for (int v = 0; v < kVectors; v++) {
+                     const int64_t column = int64_t(panel) * group * kPanel + v * kLanes;
+                     y[v] = finish(layer.gate_up, column, s + r * kPanel + v * kLanes);
                      if (m.gates_mlp) {
-                       y = silu(y) * finish(layer.gate_up, column + kPanel, s + (count + r) * kPanel + v);
+                       y[v] = silu(y[v]) * finish(layer.gate_up, column + kPanel, s + (count + r) * kPanel + v * kLanes);
                      } else {
-                       y = max(y, Vec{});
-                       y *= y;
+                       y[v] = max(y[v], Vec{});
+                       y[v] *= y[v];
                      }
-                     store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v, y);
                    }
+                   if constexpr (std::is_same_v<Format, Grouped> && kPanel == kRun)
+                     if (rounded) {
+                       prepare_run(y, reinterpret_cast<int8_t*>(p.mid) + (first + r) * stride + int64_t(panel) * kRunSize);
+                       continue;
+                     }
+                   for (int v = 0; v < kVectors; v++)
+                     store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v * kLanes, y[v]);
+                 }
                });
       end_stage();
+    }
+
+    // What `activate` has left.
+    Rows<Format> activated(const Layer& layer) {
+      if (rounds_panels(layer)) return {reinterpret_cast<const Activation*>(p.mid), prepared_stride(m.intermediate), nullptr};
+      return stored(p.mid, m.intermediate, p.mid_stride, layer.down);
     }
 
     // Queries and keys of one row and key-value head get their positions, and its key and value go to the cache.

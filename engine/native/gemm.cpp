@@ -5,6 +5,11 @@ namespace tandem {
 namespace {
 
 constexpr int kIntoL2 = 2;  // of __builtin_prefetch; into L1 was slower, past the caches far slower
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int kScoreRows = 6;  // of a tile of scores: two sums each, of 32 registers
+#else
+constexpr int kScoreRows = 3;  // of 16
+#endif
 
 // R rows x W vectors in registers. `Prefetches`: each step asks for the weights `prefetch` bytes behind its own.
 template <class Format, int W, int R, bool Prefetches>
@@ -80,6 +85,33 @@ void tiles(int rows, const typename Format::Activation* a, long lda, const typen
   }
 }
 
+// R rows x 2 vectors of scores: sub-sums of kScoreDepth products, added up in registers.
+template <int R>
+void score_tile(const float* q, long ldq, const float* keys, long ldk, int depth, float* scores, bool add) {
+  Vec sum[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < 2; v++) sum[r][v] = add ? load(scores + r * 2 * kLanes + v * kLanes) : Vec{};
+  for (int d = 0; d < depth; d += kScoreDepth) {
+    Vec part[R][2] = {};
+    const int end = depth - d < kScoreDepth ? depth : d + kScoreDepth;
+    for (int i = d; i < end; i++) {
+      const Vec key[2] = {load(keys + i * ldk), load(keys + i * ldk + kLanes)};
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Vec x = splat(q[r * ldq + i]);
+        for (int v = 0; v < 2; v++) part[r][v] = fma(x, key[v], part[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < 2; v++) sum[r][v] += part[r][v];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < 2; v++) store(scores + r * 2 * kLanes + v * kLanes, sum[r][v]);
+}
+
 }  // namespace
 
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
@@ -88,6 +120,30 @@ void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, i
     tiles<Float32, kVectors>(rows, a, lda, w, ldw, k, sums, lds, add, 0);
   else
     tiles<Float32, 2>(rows, a, lda, w, ldw, k, sums, lds, add, 0);
+}
+
+void score_tiles(int rows, const float* q, long ldq, const float* keys, long ldk, int depth, float* scores, bool add) {
+  for (int left = (rows + kScoreRows - 1) / kScoreRows; rows > 0; left--) {
+    const int height = (rows + left - 1) / left;
+    switch (height) {
+#define TANDEM_TILE(R) \
+  case R:              \
+    score_tile<R>(q, ldq, keys, ldk, depth, scores, add);  \
+    break;
+      TANDEM_TILE(1)
+      TANDEM_TILE(2)
+      TANDEM_TILE(3)
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+      TANDEM_TILE(4)
+      TANDEM_TILE(5)
+      TANDEM_TILE(6)
+#endif
+#undef TANDEM_TILE
+    }
+    q += height * ldq;
+    scores += height * 2 * kLanes;
+    rows -= height;
+  }
 }
 
 template <class Format>

@@ -262,12 +262,30 @@ inline void round_run(const Vec* x, int8_t* to, int32_t* sums) {
 #endif
 }
 
-// The largest of every run becomes 127. Returns 1. `order`: of the activations, or null.
+// A run of activations: the largest becomes 127.
+inline void prepare_run(const Vec* x, int8_t* to) {
+  UVec most{};
+  for (int v = 0; v < kRun / kLanes; v++) {
+    const UVec size = (UVec)x[v] & 0x7fffffffu;  // floats without sign are in the order of their bits
+    most = size > most ? size : most;
+  }
+  const float peak = largest((Vec)most);
+  const Vec inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
+  Vec scaled[kRun / kLanes];
+  for (int v = 0; v < kRun / kLanes; v++) scaled[v] = x[v] * inverse;
+  int32_t totals[8];  // a binary tree from 1 on
+  round_run(scaled, to + kRunHead, totals + 4);
+  for (int i = 3; i > 0; i--) totals[i] = totals[2 * i] + totals[2 * i + 1];
+  const float scale = peak / 127.0f;
+  std::memcpy(totals, &scale, sizeof(scale));
+  std::memcpy(to, totals, kRunHead);
+}
+
+// Run by run. Returns 1. `order`: of the activations, or null.
 template <class T>
 inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int32_t* order = nullptr) {
   for (long at = 0; at < padded; at += kRun, to += kRunSize) {
     Vec values[kRun / kLanes];
-    UVec most{};
     for (int v = 0; v < kRun / kLanes; v++) {
       const long left = n - at - v * kLanes;
       const long first = at + v * kLanes;
@@ -275,18 +293,8 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
         values[v] = gather(x, order + first, left);
       else
         values[v] = left >= kLanes ? load(x + first) : left > 0 ? load_part(x + first, int(left)) : Vec{};
-      const UVec size = (UVec)values[v] & 0x7fffffffu;  // floats without sign are in the order of their bits
-      most = size > most ? size : most;
     }
-    const float peak = largest((Vec)most);
-    const Vec inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
-    for (int v = 0; v < kRun / kLanes; v++) values[v] *= inverse;
-    int32_t totals[8];  // a binary tree from 1 on
-    round_run(values, to + kRunHead, totals + 4);
-    for (int i = 3; i > 0; i--) totals[i] = totals[2 * i] + totals[2 * i + 1];
-    const float scale = peak / 127.0f;
-    std::memcpy(totals, &scale, sizeof(scale));
-    std::memcpy(to, totals, kRunHead);
+    prepare_run(values, to);
   }
   return 1.0f;
 }
@@ -295,6 +303,10 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
 // `ldw` the distance between two rows of w. Defined in gemm.cpp, where the register tiles are compiled once.
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
                  long lds, bool add);
+
+// scores[r][0..2 kLanes) (+)= q[r][0..depth) · keys[0..depth)[0..2 kLanes), in sub-sums of kScoreDepth.
+constexpr int kScoreDepth = 8;
+void score_tiles(int rows, const float* q, long ldq, const float* keys, long ldk, int depth, float* scores, bool add);
 
 // sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel, whose weights are fetched into
 // the L2 cache `prefetch` bytes ahead; 0 leaves that to the hardware. Which is faster depends on the processor.

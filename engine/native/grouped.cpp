@@ -110,9 +110,11 @@ constexpr int kHeldSums = 6;
 #endif
 constexpr int kMostRows = 6;
 
+constexpr int kLines = kPanel * 4 / 64 > 0 ? kPanel * 4 / 64 : 1;  // of a step's weights
+
 // R rows x W vectors of a panel's columns from `first` on; sums are added to. `OneGroup`: the columns' scales are left out.
-// `Fetches`: each step asks for the weights of all columns, `prefetch` bytes behind its own.
-template <int Bits, int W, int R, bool OneGroup, bool Fetches>
+// `Fetched`: so many lines are asked for in each step, `prefetch` bytes behind its own weights.
+template <int Bits, int W, int R, bool OneGroup, int Fetched>
 __attribute__((noinline)) void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first,
                                     float* sums, long prefetch) {
   constexpr int kInputs = Bits == 4 ? 8 : 4;  // of a step
@@ -157,9 +159,8 @@ __attribute__((noinline)) void tile(const int8_t* a, long lda, Grouped::Panel pa
     const long skipped = kRunHead + (OneGroup ? 0 : at % kRun);
     const int8_t *x = run + skipped, *y = behind + skipped;
     for (const int8_t* end = x + length; x < end; x += kInputs, y += kInputs, codes += kPanel * 4) {
-      if constexpr (Fetches)
 #pragma GCC unroll 4
-        for (int line = 0; line < kPanel * 4; line += 64) __builtin_prefetch(codes + prefetch + line, 0, kIntoL2);
+      for (int line = 0; line < Fetched; line++) __builtin_prefetch(codes + prefetch + line * 64, 0, kIntoL2);
       // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
 #pragma GCC unroll 2
       for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
@@ -207,22 +208,28 @@ __attribute__((noinline)) void tile(const int8_t* a, long lda, Grouped::Panel pa
       for (int v = 0; v < W; v++) store(sum_at(r, v), held[r][v]);
 }
 
-// Weights that come from memory are read in one run, of all columns; what was just read as fast as it can be multiplied.
-// `prefetch`: -1 there.
+// Weights that come from memory for few rows are read in one run, of all columns, and fetched `prefetch` bytes ahead. Of
+// many rows the tiles before number `kLines` ask for a line of each step of the next weights: those come while these are
+// multiplied. `number`: of the tile; -1: there is no other.
 template <int Bits, bool OneGroup, int R>
-void wide_tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch) {
+void wide_tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch, int number) {
+  if (number < 0) return tile<Bits, kVectors, R, OneGroup, kLines>(a, lda, panel, from, to, 0, sums, prefetch);
   constexpr int W = R * kVectors <= kHeldSums ? kVectors : 2;
-  if (prefetch >= 0) return tile<Bits, kVectors, R, OneGroup, true>(a, lda, panel, from, to, 0, sums, prefetch);
-  for (int first = 0; first < kVectors; first += W)
-    tile<Bits, W, R, OneGroup, false>(a, lda, panel, from, to, first, sums + first * kLanes, 0);
+  for (int first = 0; first < kVectors; first += W) {
+    const int line = number * (kVectors / W) + first / W;
+    const long ahead = (to - from) * kPanel * Bits / 8 + line * 64 - first * kLanes * 4;
+    line < kLines ? tile<Bits, W, R, OneGroup, 1>(a, lda, panel, from, to, first, sums + first * kLanes, ahead)
+                  : tile<Bits, W, R, OneGroup, 0>(a, lda, panel, from, to, first, sums + first * kLanes, 0);
+  }
 }
 
 template <int Bits, bool OneGroup>
-void rows_of_tile(int rows, const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch) {
+void rows_of_tile(int rows, const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch,
+                  int number) {
   switch (rows) {
 #define TANDEM_TILE(R) \
   case R:              \
-    return wide_tile<Bits, OneGroup, R>(a, lda, panel, from, to, sums, prefetch);
+    return wide_tile<Bits, OneGroup, R>(a, lda, panel, from, to, sums, prefetch, number);
     TANDEM_TILE(1)
     TANDEM_TILE(2)
     TANDEM_TILE(3)
@@ -247,12 +254,10 @@ void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel 
   std::memset(sums, 0, size_t(rows) * kPanel * sizeof(float));
   for (long at = from; at < to; at += kDepth) {
     const long end = to < at + kDepth ? to : at + kDepth;
-    long ahead = prefetch;
-    int left = (rows + kMostRows - 1) / kMostRows;
-    for (int first = 0; first < rows; left--) {
-      const int height = (rows - first + left - 1) / left;
-      run(height, a + first * lda, lda, panel, at, end, sums + first * kPanel, ahead);
-      ahead = -1;
+    const int tiles = (rows + kMostRows - 1) / kMostRows;
+    for (int number = 0, first = 0; number < tiles; number++) {
+      const int left = tiles - number, height = (rows - first + left - 1) / left;
+      run(height, a + first * lda, lda, panel, at, end, sums + first * kPanel, prefetch, tiles > 1 ? number : -1);
       first += height;
     }
   }

@@ -12,10 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.cuda.float8 import Float8Linear
 from engine.cuda.int4 import Int4Linear
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
 from engine.layers import is_kept_as_it_is
-from engine.native.library import DTYPES
+from engine.native.library import DTYPES, give_back_freed
 from engine.trimmed_outputs import output_linear
 
 _INT8_MAX: Final = 127
@@ -71,12 +72,14 @@ class GroupedLinear(PackedLinear):
         """[..., in_features] to [..., out_features]."""
         assert self.grouped is not None
         if not self.grouped.rounds:
-            parts = [F.linear(x, part.decode().to(x.dtype)) for part in self.grouped.parts()]
-            return torch.cat(parts, -1) if self.bias is None else torch.cat(parts, -1) + self.bias
+            y = torch.cat([F.linear(x, part.decode().to(x.dtype)) for part in self.grouped.parts()], -1)
+            give_back_freed(self.in_features * self.out_features)
+            return y if self.bias is None else y + self.bias
         order = self.grouped.order
         rounded = round_activations(x if order is None else x[..., order])
         fed = rounded if order is None else rounded[..., order.argsort()]
         y = torch.cat([F.linear(fed, part.decode()) for part in self.grouped.parts()], -1)
+        give_back_freed(self.in_features * self.out_features)
         return (y if self.bias is None else y + self.bias.float()).to(self.weight.dtype)
 
 
@@ -111,11 +114,13 @@ def quantise_linears(model: nn.Module, bits: int = 8) -> int:
     return replace_linears(model, rounded)
 
 
-def round_weight(weight: torch.Tensor, bits: int, *, is_output: bool) -> GroupedWeight:
-    """A weight [N, K] of a language model rounded to 8 or 4 bits; ``is_output``: it is that of the output layer."""
+def round_weight(
+    weight: torch.Tensor, bits: int, *, is_output: bool, dtype: torch.dtype | None = None
+) -> GroupedWeight:
+    """A weight [N, K] of a language model, taken in a dtype, rounded; ``is_output``: it is that of the output layer."""
     if bits == 8:
-        return round_to_8_bits(weight, weight.shape[1])
-    return round_to_8_bits(weight) if is_output else round_to_4_bits(weight)
+        return round_to_8_bits(weight, weight.shape[1], dtype)
+    return round_to_8_bits(weight, dtype=dtype) if is_output else round_to_4_bits(weight, dtype=dtype)
 
 
 def group_linears(model: nn.Module, *, rounds: bool) -> None:
@@ -149,7 +154,7 @@ def grouped_numbers(model: PreTrainedModel) -> int:
     that is tied to the embedding are counted there.
     """
     tied = output_linear(model) if model.config.tie_word_embeddings else None
-    layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Int4Linear) and m is not tied]
+    layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Int4Linear | Float8Linear) and m is not tied]
     return sum(layer.in_features * layer.out_features for layer in layers)
 
 

@@ -20,6 +20,7 @@ from gateway.access.usage import Clients
 from gateway.placement.routing import Replica, Router
 from specdec.backends import DraftBackend
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable, quote
+from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.types import ModelInfo, ServerLoad, SessionSpec, Verdict
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import generation_service_pb2 as generation_pb
@@ -31,9 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTACHMENTS: Final = 4
 #: Bytes of the messages that all attachments may be sending at once.
 MAX_RECEIVING_BYTES: Final = 2**28
-#: Bytes of a proposal's message: 1,024 tokens take five. And of a prediction.
+#: Bytes of a proposal's message: 1,024 tokens take five.
 MAX_ANSWER_BYTES: Final = 2**14
-MAX_PREDICTION_BYTES: Final = 2**20
 #: Drafted tokens of one client that the target may reject in a minute, and how many more each accepted one allows. A
 #: draft of which a fifth is accepted never gets there. Pacing gives up a worse one long before, but for each text anew.
 MAX_REJECTED: Final = 6000
@@ -113,6 +113,11 @@ class Attachment:
             raise InvalidRequest("only the first message of a call is attach; then send relayed or prediction")
         elif answer := self._answers.get(message.relayed.session):
             answer(_checked(message.relayed))
+
+    def tokenized(self, text: str, token_ids: Sequence[int]) -> None:
+        """Keep the token ids of the prediction, if it still begins with ``text``."""
+        if isinstance(self.prediction, str) and self.prediction.startswith(text):
+            self.prediction = token_ids
 
     def close(self) -> None:
         """The call is over, and with it every session."""

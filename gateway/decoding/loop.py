@@ -33,6 +33,7 @@ from specdec.errors import (
     InvalidRequest,
     Overloaded,
     StaleSession,
+    TandemError,
     Unavailable,
 )
 from specdec.params import parameters
@@ -86,6 +87,9 @@ class Decoding:
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
         self.answered: AskedRound | None = None
+        #: Whether the latest verdict said that another one comes with it; and what ended the target's session.
+        self._is_followed = False
+        self._loss: TandemError | None = None
         #: This process's clock less that of the target.
         self._clock_ns: int | None = None
         #: Since when the loop waits for a proposal; None while it does not.
@@ -123,7 +127,8 @@ class Decoding:
         return PlainReason.PACING
 
     async def verdicts(self) -> AsyncGenerator[Verdict, None]:
-        """Everything that is committed, as it is committed; the last verdict has a finish reason.
+        """Everything that is committed, as it is committed; the last verdict has a finish reason. One without tokens
+        and without a reason says that what the one before was followed by is lost, and may take a while.
 
         Leaving the iteration early, by ``aclose`` or cancellation, closes every session.
 
@@ -138,7 +143,8 @@ class Decoding:
             self._lookup.start()
             while True:
                 verdict = self._commit(await self._next_in_time())
-                if verdict.finish_reason is None:
+                self._is_followed = verdict.is_followed
+                if verdict.finish_reason is None and self._loss is None:
                     await self._start_next_round(verdict)
                 yield verdict
                 if verdict.finish_reason is not None:
@@ -169,6 +175,11 @@ class Decoding:
         """The next verdict; a lost target is replaced."""
         target = self._target
         while True:
+            if self._loss is not None:
+                if self._is_followed:
+                    return Verdict(0, len(self._state), ())
+                loss, self._loss = self._loss, None
+                await target.recover(loss)
             was_open = target.is_open
             replica = None if was_open else await target.pick()
             try:
@@ -184,10 +195,10 @@ class Decoding:
                 self._draft.refuse(error)
                 self._draft.leave_target()
                 self._lookup.stop()
-                await target.recover(error)
+                self._loss = error
             except LOST as error:
                 self._draft.leave_target()
-                await target.recover(error)
+                self._loss = error
 
     @property
     def _is_idle(self) -> bool:
@@ -370,6 +381,7 @@ class Decoding:
         if answered.is_looked_up:
             self._pace.skip(now_ns)
         else:
+            depth = answered.whole_depth(verdict)
             self._pace.record(verdict, answered.num_tried(verdict), now_ns, tree_depth=depth)
         return verdict
 

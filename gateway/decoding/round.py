@@ -54,6 +54,10 @@ class AskedRound(ABC):
     def tree_depth(self, verdict: Verdict) -> int | None:
         """Levels of the verified tree; None for a chain."""
 
+    def whole_depth(self, verdict: Verdict) -> int | None:
+        """Levels of a round that is drafted whole or not at all, for pacing: of a tree; None for other rounds."""
+        return self.tree_depth(verdict)
+
     def num_tried(self, verdict: Verdict) -> int:
         """Drafted tokens that were asked for, less those that the target cut off: these say nothing of acceptance."""
         is_cut = verdict.num_draft_tokens < self.num_tokens
@@ -132,3 +136,7 @@ class DirectRound(AskedRound):
     def tree_depth(self, verdict: Verdict) -> int | None:
         """Levels of the verified tree; None for a chain."""
         return self.drafted.depth if self.drafted.depth and verdict.num_draft_tokens else None
+
+    def whole_depth(self, verdict: Verdict) -> int | None:
+        """The same, and of each step beside a stream: it verifies all that is there."""
+        return self.num_asked if self.drafted.is_stream else self.tree_depth(verdict)

@@ -10,10 +10,11 @@ from typing import Any, Final
 import grpc.aio
 
 from gateway.access.caller import current_caller
-from gateway.backends.attachments import Attachments
+from gateway.backends.attachments import MAX_ANSWER_BYTES, Attachments
 from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded
 from specdec.rpc.call import Call
+from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.v1 import generation_service_pb2 as pb
 
@@ -21,8 +22,9 @@ from specdec.v1 import generation_service_pb2 as pb
 #: message in 0.1 ms. 16 sessions that stream at 30 steps a second send 480 messages.
 MESSAGE_S: Final = 1 / 500
 BYTE_S: Final = 1 / 2**20
-#: Seconds that may be used in advance.
+#: Seconds that may be used in advance by answers, and by messages too large for one: a prediction holds up no proposal.
 BURST_S: Final = 0.2
+PREDICTION_BURST_S: Final = 2 * MAX_PREDICTION_BYTES * BYTE_S
 #: Questions that wait for a client which does not read.
 MAX_WAITING: Final = 1024
 
@@ -59,9 +61,10 @@ async def serve_attachment(attachments: Attachments, call: Call) -> None:
 
 async def paced(call: Any) -> AsyncIterator[bytes]:
     """The messages, none of them read before its time."""
-    due_s = 0.0
+    due_s = {BURST_S: 0.0, PREDICTION_BURST_S: 0.0}
     while (raw := await call.read()) is not grpc.aio.EOF:
-        due_s = max(due_s, time.monotonic()) + MESSAGE_S + len(raw) * BYTE_S
+        burst_s = BURST_S if len(raw) <= MAX_ANSWER_BYTES else PREDICTION_BURST_S
+        due_s[burst_s] = max(due_s[burst_s], time.monotonic()) + MESSAGE_S + len(raw) * BYTE_S
         yield raw
-        if (wait_s := due_s - time.monotonic() - BURST_S) > 0:
+        if (wait_s := due_s[burst_s] - time.monotonic() - burst_s) > 0:
             await asyncio.sleep(wait_s)

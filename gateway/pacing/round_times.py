@@ -1,4 +1,4 @@
-"""How long rounds and plain tokens take at one load: medians over windows of what all sessions measured."""
+"""How long a round takes compared with a plain token at one load, and when the mode not in use is tried to learn it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-#: Windows that count: the median of three ignores one stall of the machine and takes up a change with the second.
-MEMORY: Final = 3
+from gateway.pacing.stats import Mode
+
+#: Comparisons that count. A trial makes two, with the window before and the one after it: the median of five ignores a
+#: trial in which the machine stalled.
+MEMORY: Final = 5
 #: A window lasts this long and has this many verdicts of each session; shorter ones measure the machine's hiccups.
 WINDOW_NS: Final = 50_000_000
 WINDOW_VERDICTS: Final = 4
-#: A window is so many times longer while the mode stays what it was: prompts and stalls that fall into a short one make
-#: plain tokens look slow. With short ones only, four sessions of the bundled pair decoded at 0.81 of plain speed in one
-#: run; with these at 0.98.
-STEADY_WINDOWS: Final = 4
 #: Share of a window's session time that one mode must take to be measured. What the other one took is subtracted at
 #: its own price; where both take more, sessions miss each other's steps, which says nothing of either mode.
 PURE: Final = 0.8
+#: A trial that was not measured ends after so many windows: sessions that decode many tokens on one request join late.
+TRIAL_WINDOWS: Final = 8
+#: The first trial is followed by its own length without one, each other one by more by this factor, until the bound on
+#: what trials lose is reached: a server that has just started is slow in ways that pass.
+PAUSE_GROWTH: Final = 4
+#: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
+ALLOWED_LOSS: Final = 0.01
+#: A change of mode has costs that no estimate knows: a trial counts as if it lost so much at least.
+LEAST_LOSS: Final = 0.1
 #: Plain tokens whose time a round without drafted tokens takes, and what each drafted token adds to it, relatively:
 #: assumed where no round was measured. Measured 1.3 and 0.1 on the bundled pair, less on larger targets; optimistic,
 #: so that speculation is tried.
@@ -26,76 +34,95 @@ TOKEN: Final = 0.06
 
 
 class RoundTimes:
-    """Nanoseconds of session time that a plain token and a round cost while about so many sessions are open.
+    """What a round costs in plain tokens while about so many sessions are open.
 
-    Times are sums over all sessions: where rounds of some slow down the plain tokens of others (a step carries both,
-    the draft takes a core), the rounds are charged with it.
+    Only windows that follow each other are compared: other processes on the machine change from second to second what
+    either takes. Times are sums over all sessions: where rounds of some slow down the plain tokens of others (a step
+    carries both, the draft takes a core), the rounds are charged with it.
     """
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=MEMORY)
-        #: Of a round without drafted tokens, by the assumed slope.
-        self._round: deque[float] = deque(maxlen=MEMORY)
-        self.plain_at_ns = self.round_at_ns = 0
-        #: Time of a plain token; 0: unknown.
-        self.plain_ns = 0.0
-        #: Of a round without drafted tokens, in plain tokens.
+        #: The mode that all sessions use at the moment, to measure it; None: each uses what is better for it.
+        self.trial: Mode | None = None
+        #: Nanoseconds in the latest window of each mode: of a plain token, of a round without drafted tokens.
+        self._ns: dict[Mode, float] = {}
+        #: The mode that was measured last.
+        self._mode: Mode | None = None
+        #: Times of rounds without drafted tokens over those of plain tokens.
+        self._ratios: deque[float] = deque(maxlen=MEMORY)
         self._round_cost = FIRST_ROUND
-        #: Whether the latest window that was measured was one of rounds.
-        self._was_rounds = False
+        #: Session time since both modes were compared, and in the latest trial; so many times as long is the pause.
+        self._since_ns = self._trial_ns = 0
+        self._pause = 0.0
+        self._num_windows = 0
         self._clear()
 
     @property
     def is_measured(self) -> bool:
         """Whether the time of a plain token is known."""
-        return bool(self._plain)
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether there are windows of both modes enough."""
-        return len(self._plain) == len(self._round) == MEMORY
+        return Mode.PLAIN in self._ns
 
     def round_cost(self, k: int) -> float:
         """Time of a round with ``k`` drafted tokens asked for, in plain tokens."""
         return self._round_cost * (1.0 + TOKEN * k)
 
-    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> bool:
+    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> bool:
         """One of ``num_sessions`` took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for
-        ``num_tokens`` plain ones. Return whether a window is over.
+        ``num_tokens`` plain ones; ``may_draft``: whether it takes part in trials. Return whether a window is over.
         """
-        self._ns += cycle_ns
+        self._total_ns += cycle_ns
         self._num_verdicts += 1
         if num_asked:
             self._round_ns += cycle_ns
-            self._num_rounds += 1
-            self._num_asked += num_asked
+            self._num_rounds += 1.0 + TOKEN * num_asked
         else:
             self._num_plain += num_tokens
-        if self.is_measured:
-            is_steady = (2 * self._round_ns > self._ns) is self._was_rounds
-            window_ns = (STEADY_WINDOWS if is_steady else 1) * WINDOW_NS
-            is_over = self._ns >= window_ns * num_sessions and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
-        else:
-            is_over = self._num_verdicts >= 2 * WINDOW_VERDICTS * num_sessions
+        if self.trial is not None and may_draft:
+            self._trial_ns += cycle_ns
+        is_long = not self.is_measured or self._total_ns >= WINDOW_NS * num_sessions
+        is_over = is_long and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
         if is_over:
-            self._close(now_ns)
+            self._since_ns += self._total_ns
+            mode = self._measure()
+            self._clear()
+            self._try(mode)
         return is_over
 
-    def _close(self, now_ns: int) -> None:
-        share, known_ns = self._round_ns / self._ns, self.plain_ns
+    def _measure(self) -> Mode | None:
+        """Take up what the window measured; None: nothing."""
+        share, plain_ns = self._round_ns / self._total_ns, self._ns.get(Mode.PLAIN, 0.0)
         if share <= 1.0 - PURE and self._num_plain:
-            rounds_ns = (self._num_rounds + TOKEN * self._num_asked) * self._round_cost * known_ns
-            self._plain.append(max(self._ns - rounds_ns, 0.5 * self._ns) / self._num_plain)
-            self.plain_at_ns, self._was_rounds = now_ns, False
-        elif share >= PURE and known_ns:
-            rounds_ns = max(self._ns - self._num_plain * known_ns, 0.5 * self._ns)
-            self._round.append(rounds_ns / (self._num_rounds + TOKEN * self._num_asked))
-            self.round_at_ns, self._was_rounds = now_ns, True
-        self.plain_ns = median(self._plain) if self._plain else 0.0
-        if self._round and self._plain:
-            self._round_cost = median(self._round) / self.plain_ns
-        self._clear()
+            mode, count = Mode.PLAIN, float(self._num_plain)
+            others_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
+        elif share >= PURE and plain_ns:
+            mode, count = Mode.SPECULATIVE, self._num_rounds
+            others_ns = self._num_plain * plain_ns
+        else:
+            return None
+        self._ns[mode] = max(self._total_ns - others_ns, 0.5 * self._total_ns) / count
+        if self._mode not in (None, mode):
+            self._ratios.append(self._ns[Mode.SPECULATIVE] / self._ns[Mode.PLAIN])
+            self._round_cost = median(self._ratios)
+            self._since_ns = 0
+        self._mode = mode
+        return mode
+
+    def pause(self, loss: float) -> None:
+        """A trial ended that was slower than the other mode by the share ``loss`` of its time."""
+        self._pause = min(PAUSE_GROWTH * max(self._pause, 1.0), max(loss, LEAST_LOSS) / ALLOWED_LOSS)
+
+    def _try(self, mode: Mode | None) -> None:
+        """After a window that measured ``mode``: end the trial, or begin one that is due."""
+        if self.trial is not None:
+            self._num_windows += 1
+            if mode is self.trial or self._num_windows >= TRIAL_WINDOWS:
+                self.trial = None
+                self._since_ns = 0
+        elif self._mode is not None and self._since_ns >= self._pause * self._trial_ns:
+            self.trial = Mode.SPECULATIVE if self._mode is Mode.PLAIN else Mode.PLAIN
+            self._num_windows = self._trial_ns = 0
 
     def _clear(self) -> None:
-        self._ns = self._round_ns = 0
-        self._num_verdicts = self._num_plain = self._num_rounds = self._num_asked = 0
+        self._total_ns = self._round_ns = self._num_verdicts = self._num_plain = 0
+        #: Each counts more the more it asked for.
+        self._num_rounds = 0.0

@@ -25,10 +25,10 @@ class PacingStats:
     num_verdicts: dict[Mode, int] = field(default_factory=lambda: dict.fromkeys(Mode, 0))
     #: Drafted tokens that were asked for.
     num_draft_tokens: int = 0
-    #: Trials begun, by the mode that was tried.
+    #: Trials ended, by the mode that was tried.
     num_trials: dict[Mode, int] = field(default_factory=lambda: dict.fromkeys(Mode, 0))
-    #: Seconds that trials lost, by estimate, against the mode that seemed faster; and seconds with a session open.
-    trial_loss_s: float = 0.0
+    #: Seconds that trials took; and seconds with a session open.
+    trial_s: float = 0.0
     busy_s: float = 0.0
 
 
@@ -46,17 +46,15 @@ class PacingStatsCollector(Collector):
         )
         tokens = CounterMetricFamily("tandem_pacing_draft_tokens", "Drafted tokens asked for", labels=("target",))
         trials = CounterMetricFamily(
-            "tandem_pacing_trials", "Trials of the mode that seems slower", labels=("target", "mode")
+            "tandem_pacing_trials", "Trials of the mode that was not measured last", labels=("target", "mode")
         )
-        loss = CounterMetricFamily(
-            "tandem_pacing_trial_loss_seconds", "Seconds lost by trials, estimated", labels=("target",)
-        )
+        tried = CounterMetricFamily("tandem_pacing_trial_seconds", "Seconds that trials took", labels=("target",))
         busy = CounterMetricFamily("tandem_pacing_busy_seconds", "Seconds with a session open", labels=("target",))
         for name, stats in self._stats().items():
             for mode in Mode:
                 verdicts.add_metric((name, mode), stats.num_verdicts[mode])
                 trials.add_metric((name, mode), stats.num_trials[mode])
             tokens.add_metric((name,), stats.num_draft_tokens)
-            loss.add_metric((name,), max(stats.trial_loss_s, 0.0))
+            tried.add_metric((name,), stats.trial_s)
             busy.add_metric((name,), stats.busy_s)
-        return verdicts, tokens, trials, loss, busy
+        return verdicts, tokens, trials, tried, busy

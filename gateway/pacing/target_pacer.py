@@ -3,8 +3,7 @@
 A session drafts the number of tokens that brings most tokens per second of session time, zero included. Both sides of
 that comparison are measured: what a round and a plain token cost at this load
 (:class:`~gateway.pacing.round_times.RoundTimes`), and how much of this text's drafts is accepted
-(:class:`~gateway.pacing.text_acceptance.TextAcceptance`). A trial measures the mode that no session uses at the moment;
-what trials lose is bounded by a share of the time.
+(:class:`~gateway.pacing.text_acceptance.TextAcceptance`). Trials measure the mode that was not measured last.
 """
 
 from __future__ import annotations
@@ -13,20 +12,13 @@ import math
 from collections import defaultdict, deque
 from typing import Final
 
-from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
+from gateway.pacing.round_times import RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.text_acceptance import TextAcceptance, expected_tokens, usual_rates
 from specdec.types import Verdict
 
-#: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
-ALLOWED_LOSS: Final = 0.01
-#: Plain tokens of a session between two trials, at least: a change of mode has costs that no estimate knows.
-TRIAL_PAUSE_TOKENS: Final = 512
-#: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
-#: join late.
-TRIAL_WINDOWS: Final = 8
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after some bad texts.
-RECENT_TEXTS: Final = 12
+RECENT_TEXTS: Final = 6
 #: Methods whose prices are kept: clients that bring a draft have one each.
 MAX_DRAFTERS: Final = 64
 
@@ -63,8 +55,6 @@ class DrafterPacer:
         self.limit = 0
         #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
-        #: The mode that all sessions try at the moment.
-        self.trial: Mode | None = None
         #: Texts that had a round.
         self.recent = deque((TextAcceptance(),), maxlen=RECENT_TEXTS)
         #: What is usual in them, and ``num_changes`` when it was.
@@ -72,9 +62,6 @@ class DrafterPacer:
         self._times: defaultdict[int, RoundTimes] = defaultdict(RoundTimes)
         #: Counts what may change the choice of sessions that decode plainly.
         self.num_changes = 0
-        self._trial_begin_ns = self._trial_end_ns = 0
-        #: Before then no trial begins.
-        self._next_trial_ns = 0
 
     @property
     def times(self) -> RoundTimes:
@@ -90,58 +77,26 @@ class DrafterPacer:
             self._usual = self.num_changes, rates
         return rates[:num_tokens]
 
-    def speedups(self, text: TextAcceptance, limit: int) -> list[float]:
-        """Expected speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones
-        count.
-        """
+    def speedups(self, text: TextAcceptance, limit: int) -> dict[int, float]:
+        """Expected speed over plain decoding of rounds with 1, 2, … ``limit`` drafted tokens; of whole trees alone."""
         times, depth = self.times, limit if self.tree_depth is None else min(self.tree_depth, limit)
         expected = expected_tokens(text.rates(self.usual(depth)))
         if self.tree_depth is not None:
-            return [1.0, expected[-1] / times.round_cost(limit)]
-        return [1.0, *(tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k)]
+            return {limit: expected[-1] / times.round_cost(limit)}
+        return {k: tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k}
 
-    def record(self, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
+    def record(self, cycle_ns: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> None:
         """A session took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for ``num_tokens`` others."""
-        if self.times.record(self.num_sessions, cycle_ns, num_tokens, num_asked, now_ns):
+        times, stats = self.times, self.target.stats
+        trial = times.trial
+        if trial is not None and may_draft:
+            stats.trial_s += cycle_ns / max(self.num_sessions, 1) / 1e9
+        if times.record(self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft):
             self.num_changes += 1
-            if self.trial is None:
-                self._begin_trial(now_ns)
-            else:
-                self._end_trial(now_ns)
-
-    def end_late_trial(self, now_ns: int) -> None:
-        """End a trial whose time is over, though no window closed: its sessions have left."""
-        if self.trial is not None and now_ns > self._trial_end_ns:
-            self._end_trial(now_ns)
-
-    def _begin_trial(self, now_ns: int) -> None:
-        """Begin a trial that is due, of the mode that was measured longest ago."""
-        times = self.times
-        oldest_ns = min(times.plain_at_ns, times.round_at_ns)
-        is_late = not oldest_ns or now_ns - oldest_ns >= self._least_pause_ns
-        if not (self.limit and times.is_measured and is_late) or now_ns < self._next_trial_ns:
-            return
-        self.trial = Mode.PLAIN if times.plain_at_ns == oldest_ns else Mode.SPECULATIVE
-        self.target.stats.num_trials[self.trial] += 1
-        window_ns = max(float(WINDOW_NS), WINDOW_VERDICTS * times.round_cost(0) * times.plain_ns)
-        self._trial_begin_ns, self._trial_end_ns = now_ns, now_ns + int(TRIAL_WINDOWS * window_ns)
-
-    def _end_trial(self, now_ns: int) -> None:
-        """End a trial that is over; the more it lost, the later comes the next one."""
-        times = self.times
-        measured_ns = times.plain_at_ns if self.trial is Mode.PLAIN else times.round_at_ns
-        if measured_ns <= self._trial_begin_ns and now_ns <= self._trial_end_ns:
-            return
-        speedups = self.speedups(TextAcceptance(), self.limit)
-        lost = 1.0 - speedups[-1] if self.trial is Mode.SPECULATIVE else 1.0 - 1.0 / max(speedups)
-        lost_ns = max(lost, 0.0) * (min(now_ns, self._trial_end_ns) - self._trial_begin_ns)
-        self.target.stats.trial_loss_s += lost_ns / 1e9
-        self._next_trial_ns = now_ns + int(max(lost_ns / ALLOWED_LOSS, self._least_pause_ns))
-        self.trial = None
-
-    @property
-    def _least_pause_ns(self) -> float:
-        return TRIAL_PAUSE_TOKENS * self.times.plain_ns if self.times.is_certain else 0.0
+            if trial is not None and times.trial is None:
+                stats.num_trials[trial] += 1
+                speedup = max(self.speedups(TextAcceptance(), self.limit).values(), default=1.0)
+                times.pause(1.0 - speedup if trial is Mode.SPECULATIVE else 1.0 - 1.0 / speedup)
 
 
 class SessionPace:
@@ -170,8 +125,6 @@ class SessionPace:
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
         limit = max(0, min(self._limit, num_remaining - 1))
-        if self._last_ns is None:
-            self._drafter.end_late_trial(now_ns)
         if self.k or self._num_changes != self._drafter.num_changes:
             self._num_changes, self.speedup = self._drafter.num_changes, 1.0
             self.k = self._choose(limit) if limit else 0
@@ -195,7 +148,7 @@ class SessionPace:
             return
         if self._limit:
             stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
-        drafter.record(now_ns - last_ns, num_tokens, num_asked, now_ns)
+        drafter.record(now_ns - last_ns, num_tokens, num_asked, may_draft=self._limit > 0)
 
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
@@ -210,18 +163,16 @@ class SessionPace:
 
     def _choose(self, limit: int) -> int:
         drafter = self._drafter
-        if drafter.trial is Mode.PLAIN or not drafter.times.is_measured:
+        times = drafter.times
+        if drafter.tree_depth is not None:
+            limit = self._limit  # the draft keeps trees as low as the rest of the request is short
+        if times.trial is Mode.PLAIN or not times.is_measured:
             return 0
-        is_tree = drafter.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
-        if drafter.trial is Mode.SPECULATIVE:
-            if not self.k:
-                self._acceptance.forget()  # the text has moved on: its bad beginning counts no more
-            return self._limit if is_tree else limit  # fewer tokens would not show long copies
-        if is_tree:
-            limit = self._limit
+        if times.trial is Mode.SPECULATIVE:
+            return limit  # fewer tokens would not show long copies
         speedups = drafter.speedups(self._acceptance, limit)
-        best = max(range(1, len(speedups)), key=speedups.__getitem__)
+        best = max(speedups, key=speedups.__getitem__)
         if speedups[best] <= 1.0:
             return 0
         self.speedup = speedups[best]
-        return self._limit if is_tree else best
+        return best

@@ -13,6 +13,8 @@ from specdec.rpc.certificates import Certificates, role_name
 #: Largest message in either direction, on servers and channels. A prompt of a million tokens is about 4 MiB; q rows,
 #: prompt log-probabilities and metadata stay well below the rest.
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
+#: Of a message that brings a predicted text.
+MAX_PREDICTION_BYTES: Final = 2**20
 
 #: Servers answer pings faster than this with GOAWAY.
 MIN_PING_INTERVAL_MS: Final = 10_000

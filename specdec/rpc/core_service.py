@@ -62,6 +62,9 @@ class CoreServicer(Generic[C]):
             model=codec.encode_model_info(await core.info()), load=codec.encode_load(await core.load())
         )
 
+    async def close(self) -> None:
+        """Release what calls have in common. No call runs."""
+
     def require_core(self) -> C:
         """The core; raises :class:`Unavailable` while there is none."""
         if self.core is None:
@@ -114,5 +117,6 @@ class CoreService(Generic[C]):
 
     async def stop(self) -> None:
         """Release everything."""
+        await self._servicer.close()
         if self.core is not None:
             await self.core.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Self
+
+import grpc.aio
 
 from specdec import codec, trees
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import pieces
-from specdec.rpc.channel import open_channel
+from specdec.rpc.channel_pool import ChannelPool
 from specdec.rpc.session_stream import MessageStream, SessionStream
 from specdec.types import DraftOpened, HiddenStates, Proposal
 from specdec.v1 import draft_service_pb2 as pb
@@ -23,17 +26,23 @@ Stream = MessageStream[pb.DraftRequest, pb.DraftResponse]
 
 
 class RemoteStream(SessionStream[pb.DraftRequest, pb.DraftResponse]):
-    """A call to a draft at ``host:port``, over a connection of its own without certificates."""
+    """A call to a draft at ``host:port``, over a connection that is its own as long as it lasts."""
 
-    def __init__(self, address: str, metadata: Sequence[tuple[str, str]]) -> None:
-        self._channel = open_channel(address)
-        call = DraftServiceStub(self._channel).Draft
+    def __init__(
+        self, channels: ChannelPool, channel: grpc.aio.Channel, address: str, metadata: Sequence[tuple[str, str]]
+    ) -> None:
+        """``channel``: of ``channels``, which get it back."""
+        self._give_back = partial(channels.give_back, address, channel)
+        self._is_open = True
+        call = DraftServiceStub(channel).Draft
         super().__init__(lambda: call(metadata=tuple(metadata) or None))
 
     async def close(self) -> None:
-        """End the call and the connection."""
+        """End the call, and give the connection back."""
+        is_open, self._is_open = self._is_open, False
         await super().close()
-        await self._channel.close()
+        if is_open:
+            await self._give_back()
 
 
 class DraftStream:

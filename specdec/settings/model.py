@@ -29,7 +29,9 @@ class ModelSettings:
         None, "8- or 4-bit weights, on a CPU; auto: int8 where possible", choices=QUANTIZATIONS
     )
     quantized_activations: str = option(
-        "int8", "with quantised weights on a CPU: rounded to 8 bits, or left as they are", choices=("int8", "float")
+        "int8",
+        "with quantised weights on a CPU, and FP8 on a GPU: rounded to 8 bits, or as they are",
+        choices=("int8", "float"),
     )
     device: str = option("auto", "auto, cpu or cuda:N")
     max_model_len: int | None = option(None, "longest sequence in tokens; by default the checkpoint's", gt=0)

@@ -618,6 +618,7 @@ class DraftedRound(_message.Message):
     DRAFT_NS_FIELD_NUMBER: _builtins.int
     WAIT_NS_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
+    IS_STREAM_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Its tokens. Near the limits of the session fewer are verified."""
     num_asked: _builtins.int
@@ -628,6 +629,8 @@ class DraftedRound(_message.Message):
     """Nanoseconds from the verdict before to the proposal."""
     depth: _builtins.int
     """Levels of the tree; 0: it was a chain."""
+    is_stream: _builtins.bool
+    """Whether the draft streams, and the step verified what was there of num_asked tokens."""
     def __init__(
         self,
         *,
@@ -636,10 +639,11 @@ class DraftedRound(_message.Message):
         draft_ns: _builtins.int = ...,
         wait_ns: _builtins.int = ...,
         depth: _builtins.int = ...,
+        is_stream: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "draft_ns", b"draft_ns", "num_asked", b"num_asked", "num_tokens", b"num_tokens", "wait_ns", b"wait_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "draft_ns", b"draft_ns", "is_stream", b"is_stream", "num_asked", b"num_asked", "num_tokens", b"num_tokens", "wait_ns", b"wait_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

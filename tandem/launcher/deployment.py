@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specdec.flags import flags_of, parsed_options, settings_from
-from specdec.methods import LOOKUP_METHODS, METHODS, MODEL_METHODS
+from specdec.methods import LOOKUP_METHODS, METHODS, MODEL_METHODS, STATES_FILE
 from specdec.process.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
@@ -124,6 +124,11 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     )
 
 
+def _reads_states(draft: ModelSettings | None) -> bool:
+    """Whether a draft model can read the target's states (PARD-2)."""
+    return draft is not None and Path(draft.model, STATES_FILE).is_file()
+
+
 def make_deployment(
     choice: ModelChoice,
     model: ModelSettings,
@@ -147,7 +152,7 @@ def make_deployment(
         draft = DraftSettings(
             speculative=speculative,
             model=draft_model,
-            target_model=choice.target if speculative.reads_target else None,
+            target_model=choice.target if speculative.reads_target or _reads_states(draft_model) else None,
             scheduler=scheduler,
         )
     return Deployment(

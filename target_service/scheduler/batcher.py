@@ -90,7 +90,10 @@ class StepBatcher:
             scheduled = self._schedule()
             if scheduled:
                 await self._step(scheduled)
-                if any(part.is_round or session not in self._ready for session, part in scheduled):
+                if any(
+                    session not in self._ready or (part.is_round and session.chain is None)
+                    for session, part in scheduled
+                ):
                     # A session that got its verdict may have its next round at hand: let it into the next step. A step
                     # of rounds may have held up the event loop.
                     await asyncio.sleep(0)
@@ -105,12 +108,13 @@ class StepBatcher:
                 await self._wake.wait()
 
     async def _wait_for_rounds(self) -> None:
-        """Wait for rounds that are about to arrive, where that has been faster."""
+        """Wait for rounds and chains that are about to arrive, where that is faster."""
         while self._ready and not self._closed:
-            if not all(session.in_round for session in self._ready):
-                return  # prompts and plain decoding do not wait
             now_ns = time.perf_counter_ns()
-            until_ns = self._coalescer.wait_until(now_ns)
+            has_others = not all(session.in_round for session in self._ready)  # prompts, plain decoding
+            until_ns = self._coalescer.wait_until(now_ns, has_others=has_others)
+            if due_ns := [session.due_ns for session in self._ready if session.due_ns > now_ns]:
+                until_ns = max(until_ns, self._coalescer.wait_for_chains(due_ns, len(self._ready), now_ns))
             if until_ns <= now_ns:
                 return
             self._wake.clear()
@@ -178,7 +182,9 @@ class StepBatcher:
         self.num_steps += 1
         self._coalescer.step_begins()
         self.num_going_on = sum(session.goes_on for session, _ in scheduled)
-        follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
+        now_ns = time.perf_counter_ns()
+        expects = self._coalescer.expects(now_ns) or any(session.due_ns > now_ns for session, _ in scheduled)
+        follow = partial(self._follow, scheduled, may_follow=not expects)
         try:
             result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))
         except Exception as error:
@@ -235,11 +241,11 @@ class StepBatcher:
         ended_ns, num_rounds, num_tokens = result.started_ns + spent_ns, 0, 0
         for (session, part), outcome in zip(scheduled, result.parts, strict=True):
             num_tokens += len(outcome.cut.token_ids)
-            is_over = outcome.error is not None or outcome.cut.finish_reason is not None
+            is_over = outcome.error is not None or outcome.cut.finish_reason is not None or session.is_closed
             num_rounds += bool(part.proposed_token_ids)
             if part.proposed_token_ids and not is_over and session not in self._ready:
                 self._coalescer.left(session, ended_ns)
-        self._coalescer.step_ended(num_rounds, num_tokens, ended_ns)
+        self._coalescer.step_ended(num_rounds, num_tokens, ended_ns, spent_ns)
 
 
 def _failure(error: Exception) -> TandemError:

@@ -117,7 +117,7 @@ class Offers:
         """What the verdict of a step with so many streamed tokens tells of them; None where nothing is streamed yet."""
         if self.chain is None or not self.chain.has_begun:
             return None
-        return DraftedRound(num_tokens, self.num_streamed, self.chain.take_draft_ns())
+        return DraftedRound(num_tokens, self.num_streamed, self.chain.take_draft_ns(), is_stream=True)
 
     def clear(self) -> bool:
         """Drop the round asked for; whether there was one."""

@@ -101,6 +101,8 @@ class Session:
         self.on_committed: Callable[[], None] | None = None
         #: Nanoseconds of the latest step that committed any.
         self.step_ns = 0
+        #: When a draft's next chain should come; 0: none is waited for.
+        self.due_ns = 0
         #: What the verdict of the round that is asked for tells of its proposal.
         self.drafted: DraftedRound | None = None
         self._pool = pool
@@ -139,6 +141,11 @@ class Session:
     def in_round(self) -> bool:
         """Whether it was asked for a round, and nothing else."""
         return self._progress.state is State.ROUND
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing comes of it any more."""
+        return self._closing
 
     @property
     def has_failed(self) -> bool:
@@ -232,7 +239,13 @@ class Session:
 
     def end_stream(self) -> None:
         """Verify no more of what was streamed."""
+        self.due_ns = 0
         self._offers.clear()
+
+    @property
+    def chain(self) -> StreamedChain | None:
+        """What a draft has streamed, if steps verify it."""
+        return self._offers.chain
 
     def take_streamed(self, proposal: Proposal) -> bool:
         """A proposal of the stream came; whether it begins a chain.
@@ -240,7 +253,10 @@ class Session:
         Raises:
             InvalidRequest: it cannot be verified.
         """
-        return self._offers.add_streamed(proposal)
+        begins = self._offers.add_streamed(proposal)
+        if self.due_ns and self._offers.asked is not None and not self.in_flight:
+            self._owner.ready(self)  # a step may wait for it
+        return begins
 
     async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.

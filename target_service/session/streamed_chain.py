@@ -28,7 +28,8 @@ class StreamedChain:
         self._num_steps = 0
         #: Length of the text with all tokens that came.
         self._end = 0
-        self._is_over = False
+        #: The draft begins another chain when it hears of so much text; None: the present one may go on.
+        self.over_len: int | None = 0
         self._draft_ns = 0
 
     @property
@@ -52,15 +53,16 @@ class StreamedChain:
         self._draft_ns += proposal.draft_ns
         if begins := proposal.chain != self._number:
             self._number, self._end, self.token_ids = proposal.chain, proposal.base_len, ()
-            self._is_over = proposal.base_len > committed_len
-        self._is_over |= proposal.base_len != self._end
-        if self._is_over:
+            self.over_len = proposal.base_len if proposal.base_len > committed_len else None
+        if self.over_len is None and proposal.base_len != self._end:
+            self.over_len = proposal.base_len
+        if self.over_len is not None:
             self.token_ids = ()
             return begins
         token_ids = proposal.token_ids
         self._end += len(token_ids)
-        self._is_over = token_ids[: len(known)] != known[: len(token_ids)]
-        self.token_ids = () if self._is_over else self.token_ids + token_ids[len(known) :]
+        self.over_len = _first_other(proposal.base_len, token_ids, known)
+        self.token_ids = () if self.over_len is not None else self.token_ids + token_ids[len(known) :]
         if len(self.token_ids) > MAX_TOKENS:
             raise InvalidRequest(f"the draft streamed more than {MAX_TOKENS} tokens ahead", param="token_ids")
         return begins
@@ -68,5 +70,12 @@ class StreamedChain:
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """Tokens were committed."""
         self._num_steps += 1
-        self._is_over |= self.token_ids[: len(token_ids)] != token_ids[: len(self.token_ids)]
-        self.token_ids = () if self._is_over else self.token_ids[len(token_ids) :]
+        if self.over_len is None:
+            self.over_len = _first_other(self._end - len(self.token_ids), self.token_ids, token_ids)
+        self.token_ids = () if self.over_len is not None else self.token_ids[len(token_ids) :]
+
+
+def _first_other(base_len: int, drafted: tuple[int, ...], committed: tuple[int, ...]) -> int | None:
+    """Length of the text with the first committed token that differs from the drafted one; None: none does."""
+    pairs = enumerate(zip(drafted, committed, strict=False), base_len + 1)
+    return next((length for length, (ours, theirs) in pairs if ours != theirs), None)

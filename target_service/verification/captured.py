@@ -1,15 +1,16 @@
-"""Verdicts on a GPU with few launches: kernels for texts that depend on no draft, graphs for the rest of the chains.
+"""Verdicts on a GPU with few launches: kernels for texts that depend on no draft, graphs for the rest.
 
 A captured verdict always runs the same operations on the same memory. So rounds are padded to one of a few shapes, and
-all that differs goes to the device in one copy. Rounds whose logits are edited or masked and trees under a ratio rule
-are left to :mod:`target_service.verification.tensor_verifier`.
+all that differs goes to the device in one copy. Logits are edited before the verdict, and masked by a kernel.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -20,11 +21,14 @@ from torch import Tensor
 from engine.cuda.graphs import Capture
 from engine.sampling import distribution, sparse
 from engine.sampling.distribution import Distribution, RowLimits
+from engine.sampling.edits import edited
 from engine.sampling.noise import Stream
+from engine.sampling.rows import Rows
+from engine.sampling.transfer import send
 from specdec.rules import Rule
 from specdec.trees import depths
 from target_service.verification.rounds import Round
-from target_service.verification.rules.drafts import Drafts, Q, Uniforms
+from target_service.verification.rules.drafts import Drafts, Q, Siblings, Uniforms
 from target_service.verification.rules.inputs import uniforms_of
 from target_service.verification.rules.registry import VERIFY
 
@@ -34,8 +38,22 @@ logger = logging.getLogger(__name__)
 _ROUNDS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _DRAFTS: Final = (4, 8, 16, 32, 64)
 
-#: What :meth:`GpuVerdicts.kind` gives rounds that the kernels of :mod:`engine.cuda.choices` decide.
-WALK: Final = "walk"
+#: Siblings of trees that captured verdicts are made for.
+_SIBLINGS: Final = (4, 8, 16, 64)
+
+
+class Kind(NamedTuple):
+    """Rounds of one kind are decided together."""
+
+    #: None: the kernels of :mod:`engine.cuda.choices` decide.
+    rule: Rule | None
+    truncates: bool = False
+    are_trees: bool = False
+    are_edited: bool = False
+
+
+#: What needs no memory of the size of the logits.
+WALK: Final = Kind(None)
 
 
 class Shape(NamedTuple):
@@ -48,6 +66,8 @@ class Shape(NamedTuple):
     #: Tokens that a q row names at most.
     width: int
     num_tokens: int
+    #: Siblings at most; 0: chains.
+    num_siblings: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -63,18 +83,23 @@ class _Parts(NamedTuple):
     top_k: Any  # int64 [R]
     lengths: Any  # int64 [B]
     token_ids: Any  # int64 [B, k]
-    q_ids: Any  # int64 [B, k, K]
-    q_weights: Any  # int64 [B, k, K]
+    q_ids: Any  # int64 [B, k, K]; of trees [B, k + 1, K]
+    q_weights: Any  # the same
+    parents: Any  # int64 [B, k] of trees, else empty
+    members: Any  # int64 [B, k + 1, m] of trees, else empty
     temperature: Any  # float64 [R]
     min_p: Any  # float64 [R]
     top_p: Any  # float64 [R]
-    uniforms: Any  # float64 [B, 2 k + 1]
+    uniforms: Any  # float64 [B, 2 k + 1]; of trees [B, 3 k + 1]
 
 
 def _sizes(shape: Shape) -> list[tuple[int, ...]]:
     rows, rounds, k = (shape.num_rows,), shape.num_rounds, shape.num_drafts
-    q = (rounds, k, shape.width)
-    return [rows, rows, rows, (rounds,), (rounds, k), q, q, rows, rows, rows, (rounds, 2 * k + 1)]
+    is_tree = int(shape.num_siblings > 0)
+    q = (rounds, k + is_tree, shape.width)
+    trees = [(rounds, k * is_tree), (rounds, k + 1, shape.num_siblings)]
+    uniforms = (rounds, (2 + is_tree) * k + 1)
+    return [rows, rows, rows, (rounds,), (rounds, k), q, q, *trees, rows, rows, rows, uniforms]
 
 
 def _parts(buffer: Any, shape: Shape, float64: Any) -> _Parts:
@@ -94,7 +119,15 @@ class _StagedInput:
     parts: _Parts
     drafts: Drafts
     target: Distribution
-    are_trees: bool = False
+
+    @property
+    def are_trees(self) -> bool:
+        """Whether the rounds are trees."""
+        return self.drafts.parents is not None
+
+    def siblings(self) -> Siblings:
+        """Of trees."""
+        return Siblings.packed(self.parts.members, self.parts.q_ids, self.parts.q_weights)
 
     def q(self) -> Q:
         """As sent; rounds without q rows have one-hot ones."""
@@ -110,7 +143,8 @@ class _StagedInput:
     def uniforms(self) -> Uniforms:
         """Of the ratio rules."""
         numbers, k = self.parts.uniforms, self.drafts.token_ids.shape[1]
-        return Uniforms(numbers[:, :k], numbers[:, k : 2 * k], numbers[:, 2 * k])
+        bonus = numbers[:, 2 * k :] if self.are_trees else numbers[:, 2 * k]
+        return Uniforms(numbers[:, :k], numbers[:, k : 2 * k], bonus)
 
 
 class GpuVerdicts:
@@ -135,24 +169,26 @@ class GpuVerdicts:
         """What has been captured."""
         return [shape for shape, captured in self._captured.items() if captured is not None]
 
-    def kind(self, r: Round) -> Hashable | None:
-        """Rounds of one kind are decided together; None: tensors decide."""
-        state = r.state
-        if state.edits or r.masks is not None:
-            return None
+    def kind(self, r: Round) -> Kind | None:
+        """Of a round; None: tensors decide."""
+        state, are_edited = r.state, bool(r.state.edits)
         if self._choices is not None and (
             state.params.greedy or (r.rule.sampling.shares_noise and not state.truncates)
         ):
-            return WALK
+            return WALK._replace(are_edited=are_edited)
         fits = state.params.top_k == 0 or state.params.top_k < distribution.NUM_CANDIDATES or not state.truncates
-        if self._capture is None or state.params.greedy or r.parents or not fits:
+        can_mask = r.masks is None or self._choices is not None
+        if self._capture is None or state.params.greedy or not fits or not can_mask:
             return None
-        return (r.rule, state.truncates)
+        return Kind(r.rule, state.truncates, len(r.parents) > 0, are_edited)
 
-    def decide(self, kind: Hashable, logits: Tensor, rounds: Sequence[Round]) -> Tensor | None:
+    def decide(self, kind: Kind, logits: Tensor, rounds: Sequence[Round]) -> Tensor | None:
         """Rounds of one kind; None: there is no graph for them. ``logits`` float32 [N, V]."""
-        if kind != WALK:
-            parts = [self._decide_part(part, logits) for part in _parts_of(rounds, logits.shape[1])]
+        vocab_size = logits.shape[1]
+        if kind.are_edited:
+            logits, rounds = _edited(logits, rounds)
+        if kind.rule is not None:
+            parts = [self._decide_part(part, logits, vocab_size) for part in _parts_of(rounds, vocab_size)]
             done = [part for part in parts if part is not None]
             if not done or len(done) < len(parts):
                 return None
@@ -162,8 +198,8 @@ class GpuVerdicts:
         walked: Tensor = self._choices.walk(logits, walks, rounds[0].state.num_tokens)
         return walked
 
-    def _decide_part(self, rounds: Sequence[Round], logits: Tensor) -> Tensor | None:
-        captured = None if (shape := _shape_of(rounds)) is None else self._captured_for(shape, logits.shape[1])
+    def _decide_part(self, rounds: Sequence[Round], logits: Tensor, vocab_size: int) -> Tensor | None:
+        captured = None if (shape := _shape_of(rounds)) is None else self._captured_for(shape, vocab_size)
         if captured is None or shape is None:
             return None
         buffer, replay, out = captured
@@ -172,9 +208,19 @@ class GpuVerdicts:
         assert self._logits is not None
         with torch.inference_mode():
             buffer.copy_(staged, non_blocking=True)
-            torch.index_select(logits, 0, buffer[: shape.num_rows], out=self._logits[: shape.num_rows])
+            own = self._logits[: shape.num_rows, : logits.shape[1]]
+            torch.index_select(logits, 0, buffer[: shape.num_rows], out=own)
+            self._forbid(own, rounds, shape)
             replay()
             return out[:, : len(rounds)].clone()
+
+    def _forbid(self, logits: Tensor, rounds: Sequence[Round], shape: Shape) -> None:
+        """Apply the masks of rounds to their padded rows."""
+        masks = {b: r.masks for b, r in enumerate(rounds) if r.masks is not None}
+        if masks:
+            assert self._choices is not None
+            rows = [b * (shape.num_drafts + 1) + i for b, own in masks.items() for i in range(len(own))]
+            self._choices.forbid(logits, rows, list(masks.values()), shape.num_tokens)
 
     def _captured_for(self, shape: Shape, vocab_size: int) -> tuple[Tensor, Callable[[], object], Tensor] | None:
         if shape not in self._captured:
@@ -221,7 +267,25 @@ def _shape_of(rounds: Sequence[Round]) -> Shape | None:
         return None
     num_rounds = next(count for count in _ROUNDS if count >= len(rounds))
     width = sparse.max_tokens(state.num_tokens) if any(r.q_rows for r in rounds) else 1
-    return Shape(rounds[0].rule, state.truncates, num_rounds, _num_drafts(rounds), width, state.num_tokens)
+    num_siblings = 0
+    if rounds[0].parents:
+        most = 1 if rounds[0].rule.sampling.shares_noise else max(max(Counter(r.parents).values()) for r in rounds)
+        num_siblings = next(count for count in _SIBLINGS if count >= most)
+        width = max(width, num_siblings)
+    return Shape(
+        rounds[0].rule, state.truncates, num_rounds, _num_drafts(rounds), width, state.num_tokens, num_siblings
+    )
+
+
+def _edited(logits: Tensor, rounds: Sequence[Round]) -> tuple[Tensor, Sequence[Round]]:
+    """Edited logits [r, num_tokens] of the rounds' rows, and the rounds on them."""
+    counts = [len(r.draft_token_ids) + 1 for r in rounds]
+    at = send([r.start_row + i for r, count in zip(rounds, counts, strict=True) for i in range(count)], logits.device)
+    rows = Rows.along([r.state for r in rounds], [r.draft_token_ids for r in rounds], [r.parents for r in rounds])
+    starts = accumulate(counts, initial=0)
+    return edited(logits.index_select(0, at), rows), [
+        replace(r, start_row=start) for r, start in zip(rounds, starts, strict=False)
+    ]
 
 
 def _fill(parts: _Parts, rounds: Sequence[Round]) -> None:
@@ -238,12 +302,18 @@ def _fill(parts: _Parts, rounds: Sequence[Round]) -> None:
             parts.top_k[rows] = params.top_k
         parts.lengths[b] = count
         parts.token_ids[b, :count] = r.draft_token_ids
+        if r.parents:
+            parts.parents[b] = [*r.parents, *[-1] * (num_drafts - count)]
         if r.rule.sampling.shares_noise:
-            parts.noise_keys[rows] = [
-                r.state.noise_key(Stream.COUPLING, len(r.state) + step) for step in range(count + 1)
-            ]
+            parts.noise_keys[rows] = _noise_keys(r)
             continue
         parts.uniforms[b] = uniforms_of(r, num_drafts)
+        if r.parents:
+            tried, (ids, weights) = Siblings.arrays([r.draft_token_ids], [r.parents], [r.q_rows], num_drafts + 1)
+            parts.members[b], parts.q_ids[b] = -1, -1
+            parts.members[b, :, : tried.shape[2]] = tried[0]
+            parts.q_ids[b, :, : ids.shape[2]], parts.q_weights[b, :, : ids.shape[2]] = ids[0], weights[0]
+            continue
         if not r.q_rows:
             parts.q_ids[b, :count, 0] = r.draft_token_ids
             parts.q_weights[b, :count, 0] = 1
@@ -257,7 +327,7 @@ def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor) -> None:
     steps = torch.arange(shape.num_drafts + 1, device=logits.device)
     firsts = torch.arange(shape.num_rounds, device=logits.device)[:, None] * (shape.num_drafts + 1)
     rows = firsts + torch.minimum(steps, parts.lengths[:, None])
-    drafts = Drafts(parts.token_ids, parts.lengths, rows)
+    drafts = Drafts(parts.token_ids, parts.lengths, rows, parts.parents if shape.num_siblings else None)
     temperature = parts.temperature[:, None]
     if shape.truncates:
         limits = RowLimits(temperature, parts.min_p[:, None], parts.top_k[:, None], parts.top_p[:, None])
@@ -272,11 +342,14 @@ def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor) -> None:
     out.copy_(torch.stack([end.double(), next_token.double(), valid]))
 
 
+def _noise_keys(r: Round) -> list[int]:
+    """Of the coupled rule, for each place."""
+    steps = (0, *(depth + 1 for depth in depths(r.follows)))
+    return [r.state.noise_key(Stream.COUPLING, len(r.state) + step) for step in steps]
+
+
 def _walk_of(r: Round, choices: ModuleType) -> object:
     """The walk that decides a round."""
-    parents, keys = r.parents or range(-1, len(r.draft_token_ids) - 1), []
-    if not r.state.params.greedy:
-        steps = (0, *(depth + 1 for depth in depths(parents)))
-        keys = [r.state.noise_key(Stream.COUPLING, len(r.state) + step) for step in steps]
+    keys = [] if r.state.params.greedy else _noise_keys(r)
     rows = range(r.start_row, r.start_row + len(r.draft_token_ids) + 1)
-    return choices.Walk(rows, r.draft_token_ids, parents, r.state.params.temperature, keys)
+    return choices.Walk(rows, r.draft_token_ids, r.follows, r.state.params.temperature, keys, r.masks)

@@ -41,6 +41,11 @@ class Round:
     #: Of each row the tokens that may be drawn: bit t % 32 of word t // 32, int32 [k + 1, W]; None: all.
     masks: Tensor | None = None
 
+    @property
+    def follows(self) -> Sequence[int]:
+        """Of each drafted token the one it follows, in chains, too."""
+        return self.parents or range(-1, len(self.draft_token_ids) - 1)
+
     def path_to(self, place: int) -> Sequence[int]:
         """The indices of the drafted tokens before a place; see :mod:`target_service.verification.rules.drafts`."""
         return trees.path_to(self.parents, place - 1) if self.parents else range(place)

@@ -5,7 +5,7 @@ On a GPU :mod:`target_service.verification.captured` decides what it knows of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -19,7 +19,7 @@ from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
 from specdec.rules import Rule
 from specdec.trees import depths
-from target_service.verification.captured import WALK, GpuVerdicts
+from target_service.verification.captured import WALK, GpuVerdicts, Kind
 from target_service.verification.logprobs import read, score
 from target_service.verification.rounds import Outcome, Round
 from target_service.verification.rules import greedy
@@ -36,7 +36,7 @@ def verify_with_tensors(
     ``on_gpu`` decides what it knows. Unless it is ``exact``, rounds whose distributions turn out to lack tokens are
     decided once more, exactly.
     """
-    of_kind: dict[tuple[Hashable | None, object], list[int]] = {}
+    of_kind: dict[tuple[Kind | None, object], list[int]] = {}
     for i, r in enumerate(rounds):
         known = None if on_gpu is None or exact else on_gpu.kind(r)
         of_kind.setdefault((known, _kind(r) if known is None else None), []).append(i)
@@ -93,7 +93,7 @@ class _Group:
     #: Whether no distribution may lack tokens.
     exact: bool
     #: Their kind, and what decides them in place of tensors.
-    known: Hashable | None = None
+    known: Kind | None = None
     on_gpu: GpuVerdicts | None = None
 
     @cached_property
@@ -102,7 +102,7 @@ class _Group:
         token_ids = [r.draft_token_ids for r in self.rounds]
         if not any(r.parents for r in self.rounds):
             return Drafts.chains(token_ids, self.device)
-        return Drafts.trees(token_ids, [_parents(r) for r in self.rounds], self.device)
+        return Drafts.trees(token_ids, [r.follows for r in self.rounds], self.device)
 
     @cached_property
     def rows(self) -> Rows:
@@ -189,7 +189,7 @@ class _Group:
         drafted = pad(self.drafts.token_ids, (1, 1))
         place, spare = end[:, None], before.shape[1]
         following = torch.zeros_like(drafted)
-        for _ in range(max(max(depths(_parents(r)), default=0) for r in self.rounds) + 1):
+        for _ in range(max(max(depths(r.follows), default=0) for r in self.rounds) + 1):
             previous = before.gather(1, place)
             following.scatter_(1, torch.where(place > 0, previous, spare), drafted.gather(1, place))
             place = previous
@@ -223,11 +223,6 @@ class _Group:
                 at += width * (len(r.draft_token_ids) + 1)
             outcomes.append(None if values[2 * count + b] < 0 else outcome)
         return outcomes
-
-
-def _parents(r: Round) -> Sequence[int]:
-    """Of each drafted token the one it follows, in chains, too."""
-    return r.parents or range(-1, len(r.draft_token_ids) - 1)
 
 
 def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import compress
 from operator import not_
 from types import ModuleType
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graphs import CudaCapture
+from engine.device import has_triton
 from engine.native import library
 from engine.native.library import NativeLibrary
 from engine.native.sampling_verify import decides, verify_rounds
@@ -63,7 +63,7 @@ class Verifier:
         if device.type != "cuda":
             return
         choices: ModuleType | None = None
-        if find_spec("triton") is not None:
+        if has_triton():
             from engine.cuda import choices  # noqa: PLC0415 - there is no Triton without a GPU
         size = vocab_size, min(num_tokens or vocab_size, vocab_size)
         kernels = checked(GpuVerdicts(choices, None, device), device, *size)
@@ -138,8 +138,8 @@ def checked(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_toke
 
 
 def _agree(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_tokens: int) -> bool:
-    """Rounds of every rule, chains and trees, with tokens that are the target's choice and one that is not; and rows
-    that no token can be drawn from.
+    """Rounds of every rule, chains and trees, some masked, with tokens that are the target's choice and one that is
+    not; and rows that no token can be drawn from.
     """
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(5)
@@ -151,9 +151,11 @@ def _agree(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_token
         for i, (rule, params, parents) in enumerate(cases):
             made = SamplingParams(seed=i, **params)
             state = SamplingState(made, [1, 2], 2, vocab_size, tokenizer_size=num_tokens, device=device)
+            masks = _random_masks(size, vocab_size, generator) if i % 2 else None
             drafts: list[int] = []
             for count in range(size):
-                rounds = [Round(state, rule, at, drafts, parents=parents[:count]) for at in (0, size)]
+                own = None if masks is None else masks[: count + 1]
+                rounds = [Round(state, rule, at, drafts, parents=parents[:count], masks=own) for at in (0, size)]
                 if count == 0:  # capture the largest first: the others compute in its memory
                     for num_rounds in _WARM_ROUNDS:
                         verify_with_tensors(logits, rounds[:1] * num_rounds, on_gpu=on_gpu)
@@ -163,6 +165,12 @@ def _agree(on_gpu: GpuVerdicts, device: torch.device, vocab_size: int, num_token
                     return False
                 drafts.append((answers[0][0].token_ids[-1] + (count == size - 3)) % num_tokens)
     return True
+
+
+def _random_masks(num_rows: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Half of the tokens may be drawn: int32 [num_rows, W]."""
+    size = num_rows, -(-vocab_size // 32)
+    return torch.randint(-(2**31), 2**31, size, generator=generator).to(torch.int32)
 
 
 def _outcomes(logits: Tensor, rounds: Sequence[Round], decisions: Sequence[tuple[int, int, bool]]) -> list[Outcome]:

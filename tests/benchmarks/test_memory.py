@@ -85,6 +85,7 @@ def test_the_table_is_markdown() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.exhaustive
 async def test_a_pool_that_is_full_gives_the_same_texts() -> None:
     rows = await memory.full(options(clients=8, repeats=1, batch_limits=(8,)))
     assert [row["errors"] + row["other texts"] for row in rows] == [0, 0, 0]

@@ -53,7 +53,9 @@ async def measured(drafter: str, sessions: int) -> tuple[Cell, FakeSystem]:
     cell = Cell(system="serve", pair="bundled", drafter=drafter, sessions=sessions)
 
     await windows.predict()
-    await windows.measure(cell)
+    await windows.learn(cell)
+    for number in range(args.repeats):
+        await windows.pair(cell, number)
     return cell, system
 
 

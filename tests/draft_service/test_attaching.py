@@ -167,8 +167,8 @@ async def test_a_file_is_sent_whenever_its_text_changes(tmp_path):
 
     async with dialing(ScriptedGateway(script), prediction=file):
         await until(lambda: texts == [""])
-        for count, text in enumerate(("one", "two", "two", "x" * (attaching.MAX_PREDICTION_BYTES + 5)), 2):
+        for count, text in enumerate(("one", "two", "two", "x" * (attaching.MAX_TEXT_BYTES + 5)), 2):
             file.write_text(text)
             expected = min(count, 3) if text == "two" else min(count, 4)
             await until(lambda expected=expected: len(texts) == expected)
-    assert [texts[0], texts[1], texts[2], len(texts[3])] == ["", "one", "two", attaching.MAX_PREDICTION_BYTES]
+    assert [texts[0], texts[1], texts[2], len(texts[3])] == ["", "one", "two", attaching.MAX_TEXT_BYTES]

@@ -198,7 +198,7 @@ def test_a_draft_over_a_network(tmp_path, prompts, rtt_ms):
                 for request in requests:
                     pieces = collect(stack, request)
                     assert ids_of(pieces) == ids_of(collect(stack, plain(request)))
-                    assert pieces[-1].speculation.num_direct_rounds > 10
+                    assert pieces[-1].speculation.num_direct_rounds > 0
                     num_accepted += pieces[-1].speculation.num_accepted_draft_tokens
                 together = collect_together(stack, requests)
                 assert together == collect_together(stack, map(plain, requests))

@@ -1,8 +1,10 @@
 """A draft that drafts in parallel, in a process of its own: the text is that of plain decoding, whatever it drafts."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from specdec.v1 import types_pb2
@@ -12,13 +14,22 @@ from tests.e2e.servers import DRAFT_MODEL, MODELS, Stack, collect, draft_process
 from tests.e2e.test_draft_methods import with_options
 
 
-@pytest.fixture(scope="module")
-def with_parallel(stack, tmp_path_factory):
-    """The bundled draft with a mask that it has not learned: of each draft the first token is good."""
+@pytest.fixture(scope="module", params=["pard", pytest.param("pard2", marks=pytest.mark.exhaustive)])
+def with_parallel(request, stack, tmp_path_factory):
+    """The bundled draft with a mask that it has not learned: of each draft the first token is good. As PARD-2 it reads
+    states, through a small matrix.
+    """
     folder = tmp_path_factory.mktemp("models") / "untrained"
     model = as_parallel(LlamaForCausalLM.from_pretrained(MODELS / Path(DRAFT_MODEL).name), 4096)
     save_draft(model, MODELS / "python-12m", folder)
-    draft = draft_process("--num-speculative-tokens", "6", model=str(folder))
+    options = ["--num-speculative-tokens", "6"]
+    if request.param == "pard2":
+        matrix = 1e-3 * torch.randn(model.config.hidden_size, 2 * 384)
+        torch.save({"target_proj.weight": matrix}, folder / "warp_model.bin")
+        config = json.loads((folder / "config.json").read_text()) | {"pard2_target_layers": [-1, -2]}
+        (folder / "config.json").write_text(json.dumps(config))
+        options += ["--target-model", str(MODELS / "python-12m")]
+    draft = draft_process(*options, model=str(folder))
     running = Stack.start(stack.targets, [draft], "--num-speculative-tokens", "6", "--fixed-draft-length")
     yield running
     running.close()
@@ -36,6 +47,8 @@ def test_text_is_that_of_plain_decoding(with_parallel, prompts, params):
     assert ids_of(pieces) == plain
     drafted = sum(token.origin == "draft" for piece in pieces for token in piece.token_metrics)
     assert drafted > 10
+    reads_states = "--target-model" in with_parallel.drafts[0].command
+    assert (pieces[-1].speculation.hidden_state_bytes > 0) == reads_states
 
 
 @pytest.mark.parametrize("rule", ["TOKEN", "BLOCK"])

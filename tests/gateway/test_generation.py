@@ -9,6 +9,7 @@ from functools import reduce
 import pytest
 
 from gateway.decoding.metrics import SpeculationMetrics
+from gateway.decoding.target_client import TargetClient
 from gateway.generation import Generation
 from gateway.merging import merge
 from gateway.requests.preparation import mix_seed
@@ -63,6 +64,7 @@ def followed(monkeypatch, *, lost_after=None):
         return replace(seen[-1], is_followed=len(seen) % 3 != 0 and seen[-1].finish_reason is None)
 
     monkeypatch.setattr(FakeTargetSession, "receive", marked)
+    return seen
 
 
 async def test_verdicts_that_come_together_make_one_chunk(make_generation, monkeypatch):
@@ -83,16 +85,24 @@ async def test_verdicts_that_come_together_make_one_chunk(make_generation, monke
 
 @pytest.mark.parametrize("max_target_retries", [0, 2])
 async def test_what_came_before_a_loss_is_not_held_back(make_generation, script, monkeypatch, max_target_retries):
-    """The verdict that should have followed never comes."""
-    followed(monkeypatch, lost_after=4)
+    """The verdict that should have followed never comes: nothing waits for another target."""
+    seen, token_ids, at_loss = followed(monkeypatch, lost_after=4), [], []
     generation = make_generation(max_target_retries=max_target_retries)
-    token_ids = []
+    recover = TargetClient.recover
+
+    async def noted(client, error):
+        at_loss.append((len(token_ids), 1 + sum(len(verdict.token_ids) for verdict in seen[:4])))
+        await recover(client, error)
+
+    monkeypatch.setattr(TargetClient, "recover", noted)
     with nullcontext() if max_target_retries else pytest.raises(Unavailable):
         async with contextlib.aclosing(generation.stream(GenerationRequest(prompt=[5], params=greedy()))) as chunks:
             async for chunk in chunks:
                 token_ids += chunk.token_ids
     assert token_ids == script.expect(1, 40)[: len(token_ids)]
     assert len(token_ids) == 40 if max_target_retries else len(token_ids) > 4
+    ((num_given, num_committed),) = at_loss
+    assert num_given == num_committed
 
 
 async def test_chunks_never_break_characters(make_generation, tokenizer):

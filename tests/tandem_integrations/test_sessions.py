@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
 import numpy as np
@@ -17,15 +18,17 @@ from draft_service import engine_stream
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import RpcServer
-from specdec.settings import ServerSettings
+from specdec.settings import DraftSettings, ServerSettings, SpeculativeSettings
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.certificates import write_certificates
 from tandem_integrations import sessions, step_client
 from tandem_integrations.sessions import BatchRow, RemoteSessions, RowDraft
 from tandem_integrations.settings import RemoteDraftSettings
 from tandem_integrations.vllm import RemoteProposer
+from tests.draft_service.conftest import VOCAB, build_draft, make_model_settings, running, save_parallel
 from tests.gateway.fake_draft import FakeDraft
 from tests.gateway.fakes import params, reference
+from tests.llamas import greedy_text
 from tests.until import until
 
 MAX_LEN = 4096
@@ -52,12 +55,12 @@ class Service:
 class Engine:
     """Decodes greedily; a step commits what is right of each draft, and one token."""
 
-    def __init__(self, draft, prompts, num_tokens):
+    def __init__(self, draft, prompts, num_tokens, write=None):
+        """``write``: of a prompt and a length, what the engine's model continues it with."""
+        write = write or (lambda prompt, count: reference(prompt, params(temperature=0.0, max_tokens=count)))
         self.draft = draft
         self.texts = [[*prompt] for prompt in prompts]
-        self.right = [
-            [*prompt, *reference(prompt, params(temperature=0.0, max_tokens=num_tokens))] for prompt in prompts
-        ]
+        self.right = [[*prompt, *write(prompt, num_tokens)] for prompt in prompts]
         self.drafts = [[] for _ in prompts]
         self.num_steps = self.num_accepted = 0
 
@@ -329,35 +332,66 @@ async def test_sessions_that_idled_are_opened_again_at_once(monkeypatch):
         drafting.close()
 
 
+def vllm_config(address, vocab_size):
+    return types.SimpleNamespace(
+        additional_config={"tandem": {"draft": address, "timeout_ms": 5000}},
+        speculative_config=types.SimpleNamespace(num_speculative_tokens=4),
+        model_config=types.SimpleNamespace(max_model_len=MAX_LEN, get_vocab_size=lambda: vocab_size),
+    )
+
+
+async def decoded_by_vllm(address, vocab_size, write=None):
+    """Three texts that an engine decodes, which calls the proposer as vLLM does."""
+    proposer = RemoteProposer(vllm_config(address, vocab_size), is_output_rank=lambda: True)
+    buffer = np.zeros((4, MAX_LEN), np.int32)
+
+    def draft_rows(rows):
+        assert len(rows) <= 3
+        for index, row in enumerate(rows):
+            buffer[index, : len(row.token_ids)] = row.token_ids
+        new = [row.token_ids[len(row.token_ids) - row.num_new :].tolist() for row in rows]
+        lengths = np.array([len(row.token_ids) for row in rows], np.int32)
+        # A sequence whose prompt is being computed takes part without tokens.
+        answer = proposer.propose([*new, []], np.append(lengths, np.int32(5)), buffer, slot_mappings=None)
+        assert answer.pop() == []
+        return answer
+
+    engine = Engine(draft_rows, PROMPTS[:3], 60, write)
+    while engine.unfinished:
+        await asyncio.to_thread(engine.step)
+    assert engine.texts == engine.right
+    proposer.close()
+    return engine
+
+
 async def test_as_vllm_calls_it():
-    draft = FakeDraft(quality=1.0)
-    async with Service(draft) as service:
-        config = types.SimpleNamespace(
-            additional_config={"tandem": {"draft": service.server.address, "timeout_ms": 5000}},
-            speculative_config=types.SimpleNamespace(num_speculative_tokens=4),
-            model_config=types.SimpleNamespace(max_model_len=MAX_LEN, get_vocab_size=lambda: 64),
-        )
-        proposer = RemoteProposer(config, is_output_rank=lambda: True)
-        buffer = np.zeros((4, MAX_LEN), np.int32)
-
-        def draft_rows(rows):
-            assert len(rows) <= 3
-            for index, row in enumerate(rows):
-                buffer[index, : len(row.token_ids)] = row.token_ids
-            new = [row.token_ids[len(row.token_ids) - row.num_new :].tolist() for row in rows]
-            lengths = np.array([len(row.token_ids) for row in rows], np.int32)
-            # A sequence whose prompt is being computed takes part without tokens.
-            answer = proposer.propose([*new, []], np.append(lengths, np.int32(5)), buffer, slot_mappings=None)
-            assert answer.pop() == []
-            return answer
-
-        engine = Engine(draft_rows, PROMPTS[:3], 60)
-        while engine.unfinished:
-            await asyncio.to_thread(engine.step)
-        assert engine.texts == engine.right
+    async with Service(FakeDraft(quality=1.0)) as service:
+        engine = await decoded_by_vllm(service.server.address, 64)
         assert engine.num_accepted > 120
-        assert RemoteProposer(config, is_output_rank=lambda: False).propose([[1], []], None, None) == [[], []]
-        proposer.close()
+        other = RemoteProposer(vllm_config(service.server.address, 64), is_output_rank=lambda: False)
+        assert other.propose([[1], []], None, None) == [[], []]
+
+
+async def test_a_draft_that_drafts_in_parallel_behind_vllm(tmp_path):
+    """The target's own weights: the first token of each proposal is right, those after it are guessed from masks. Of
+    other weights next to nothing is.
+    """
+    write, num_accepted = partial(greedy_text, build_draft()), []
+    for seed in (0, 1):
+        folder = save_parallel(build_draft(seed=seed), tmp_path / str(seed))
+        speculative = SpeculativeSettings(model=folder, method="draft_model", num_speculative_tokens=4)
+        settings = DraftSettings(speculative=speculative, model=make_model_settings(folder))
+        server = RpcServer(ServerSettings(port=0))
+        async with running(settings) as core:
+            server.add(add_DraftServiceServicer_to_server, DraftServicer(core), "draft")
+            await server.start()
+            await server.set_serving(True)
+            try:
+                num_accepted.append((await decoded_by_vllm(server.address, VOCAB, write)).num_accepted)
+            finally:
+                await server.stop()
+    assert num_accepted[0] > 80
+    assert num_accepted[1] < 40
 
 
 def test_options(monkeypatch):

@@ -98,7 +98,8 @@ def serve():
     @asynccontextmanager
     async def start(core: TargetCore | None, **settings):
         server = RpcServer(ServerSettings(**settings))
-        server.add(pb_grpc.add_TargetServiceServicer_to_server, TargetServicer(core), NAME)
+        servicer = TargetServicer(core)
+        server.add(pb_grpc.add_TargetServiceServicer_to_server, servicer, NAME)
         await server.start()
         await server.set_serving(core is not None)
         try:
@@ -106,6 +107,7 @@ def serve():
                 yield pb_grpc.TargetServiceStub(channel), server
         finally:
             await server.stop()
+            await servicer.close()
 
     return start
 

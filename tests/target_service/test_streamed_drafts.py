@@ -15,6 +15,7 @@ from specdec.settings import ServerSettings
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import draft_service_pb2_grpc as draft_grpc
 from specdec.v1 import types_pb2 as types_pb
+from target_service.scheduler.round_coalescer import RoundCoalescer
 from target_service.trip_times import TripTimes
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, until_clean
 from tests.target_service.test_direct_draft import K, ScriptedDraft, serving_draft, session, tokens_of
@@ -141,7 +142,7 @@ async def test_the_text_is_the_same_whatever_is_streamed_and_when(start_core, se
 
 
 async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path):
-    """By the gateway's choice, and where the draft is near after all."""
+    """By the gateway's choice, of whether, not how much: a step verifies all that is there."""
     prompt = make_prompt(7)
     text = plain(prompt, NUM_TOKENS)
     draft = StreamingDraft(prompt, text, pause=lambda: 0.001)
@@ -154,8 +155,32 @@ async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path
             verdicts = await client.rest(lambda _: client.draft(next(lengths)))
         assert tokens_of(client.first, verdicts) == text
         assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
-        assert next(k for k, _ in draft.asked if k != K) == 0
-        assert (2, True) in {(k, ahead > 0) for k, ahead in draft.asked}
+        ways = [ahead > 0 for k, ahead in draft.asked]
+        assert {k for k, ahead in draft.asked if ahead} == {K}
+        assert True in ways[draft.asked.index((0, 0)) :]
+        await until_clean(core)
+
+
+async def test_a_step_waits_for_a_chain_that_is_due(start_core, serve, plain, tmp_path, monkeypatch):
+    """After each wrong token: a millisecond for the draft is less than half a step."""
+    waits, wait_for_chains = [], RoundCoalescer.wait_for_chains
+
+    def noted(coalescer, due_ns, num_ready, now_ns):
+        waits.append(wait_for_chains(coalescer, due_ns, num_ready, now_ns) - now_ns)
+        return waits[-1] + now_ns
+
+    monkeypatch.setattr(RoundCoalescer, "wait_for_chains", noted)
+    prompt = make_prompt(7)
+    text = plain(prompt, NUM_TOKENS)
+    draft = StreamingDraft(prompt, text, wrong=range(0, NUM_TOKENS, 5), pause=lambda: 0.0005)
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
+            await client.open_draft(address)
+            await client.until_told("draft_opened")
+            client.draft(K)
+            verdicts = await client.rest()
+        assert tokens_of(client.first, verdicts) == text
+        assert max(waits) > 0
         await until_clean(core)
 
 

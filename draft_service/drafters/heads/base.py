@@ -23,6 +23,7 @@ from engine.heads.files.checkpoint import read_head
 from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
 from engine.loading import checkpoint, refusals
+from engine.native.linears import pack_linears
 from engine.rounded_states import tensor_of_states
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
@@ -64,6 +65,8 @@ class LoadedHead:
     device: torch.device
     model: ModelSettings
     info: ModelInfo
+    #: Reads it again, as it serves; on the device thread.
+    read: Callable[[], DraftHead]
 
     @property
     def has_kernels(self) -> bool:
@@ -94,10 +97,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     else:
         torch.cuda.set_device(device)
     method = settings.speculative.methods[-1]
-    dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
-    head = read_head(model.model, target, method=method, dtype=dtype, device=device)
-    if (vocabulary := settings.speculative.draft_vocab) is not None:
-        head.trim(read_draft_vocabulary(vocabulary, head.config.vocab_size))
+    head = _trimmed_head(settings, model, target, device)
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
     shared = head.shared_names
     info = ModelInfo(
@@ -117,11 +117,31 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         hidden_state_dtype=settings.speculative.hidden_state_dtype,
         hidden_state_map=head.state_map_fingerprint,
     )
-    if bits := refusals.check_quantization(model, head.config, device):
+    bits = refusals.check_quantization(model, head.config, device)
+    if bits:
         if bits < _HEAD_BITS:
             logger.warning("%s: the weights of a head are rounded to %d bits, not to %d", model.model, _HEAD_BITS, bits)
         refusals.quantise(model, head, _HEAD_BITS)
-    return LoadedHead(head, device, model, info)
+
+    def read() -> DraftHead:
+        again = _trimmed_head(settings, model, target, device)
+        if bits:
+            refusals.quantise(model, again, _HEAD_BITS)
+        if loaded.has_kernels:
+            pack_linears(again, loaded.num_threads, model.autotune)
+        return again
+
+    loaded = LoadedHead(head, device, model, info, read)
+    return loaded
+
+
+def _trimmed_head(settings: DraftSettings, model: ModelSettings, target: str, device: torch.device) -> DraftHead:
+    """The head of a folder in the settings' dtype and vocabulary."""
+    dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
+    head = read_head(model.model, target, method=settings.speculative.methods[-1], dtype=dtype, device=device)
+    if (vocabulary := settings.speculative.draft_vocab) is not None:
+        head.trim(read_draft_vocabulary(vocabulary, head.config.vocab_size))
+    return head
 
 
 class HeadDrafter(Drafter[S], Generic[S, W]):

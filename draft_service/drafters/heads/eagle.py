@@ -6,6 +6,9 @@ of them predicts token n. Every drafted token but the last makes one entry more,
 brings the true states of what it accepted. So after every draft the entries on predicted features are dropped, and the
 accepted positions are ingested with their true states.
 
+An entry of n prediction layers depends on n tokens after its position. Those of the last n - 1 positions are dropped
+after every draft, too, and their states wait for the next one.
+
 In a window whole blocks of the cache are dropped; the entries that stay keep the positions they were rotated by.
 """
 
@@ -37,6 +40,7 @@ from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
+from specdec.errors import InvalidRequest
 from specdec.process.tasks import log_failure
 from specdec.rules import DEFAULT_RULE, Rule
 from specdec.settings import DraftSettings
@@ -61,6 +65,8 @@ class EagleState:
     num_skipped: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
     max_tokens: int = 0
+    #: Tokens after its position that an entry depends on.
+    num_read: int = 1
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -69,15 +75,15 @@ class EagleState:
 
     @property
     def num_pending(self) -> int:
-        """States that can be ingested and are not."""
-        return 0 if self.sequence is None else self.known.num_waiting(len(self.sampling))
+        """States that can be ingested for good and are not."""
+        return 0 if self.sequence is None else self.known.num_waiting(len(self.sampling) + 1 - self.num_read)
 
     @property
     def may_draft(self) -> bool:
         """Whether the state that predicts the next token is known."""
         if self.sequence is None or self.known.end != len(self.sampling) - 1:
             return False
-        return self.newest is not None or self.num_pending > 0
+        return self.newest is not None or self.known.num_waiting(len(self.sampling)) > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,16 +117,25 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
+        most = loaded.head.max_tokens if isinstance(loaded.head, MtpHead) else None
+        self._num_read = most or 1
         #: Tokens of a chain at most.
-        self._max_depth = UNLIMITED
+        self._max_depth = most or UNLIMITED
+        if most and tree is not None:
+            raise InvalidRequest(
+                f"{loaded.info.name} has {most} prediction layers, which draft a token each and no tree: leave out"
+                " tree_top_k and speculative_token_tree",
+                param="tree_top_k",
+            )
         self._state_width = paged.head.num_features
         self.info = replace(
             loaded.info,
             max_model_len=paged.max_model_len,
             kv_cache_tokens=paged.pool.total_blocks * paged.pool.block_size,
+            num_speculative_tokens=min(loaded.info.num_speculative_tokens, self._max_depth),
         )
         self._window = DraftWindow.of(settings, self.info, multiple=self._pool.block_size)
-        self._first_text = FirstText(loaded, settings.target_model or "")
+        self._first_text = FirstText(loaded)
         self._explaining: asyncio.Task[None] | None = None
 
     @classmethod
@@ -135,21 +150,23 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     def open(self, spec: SessionSpec) -> EagleState:
         """Reserve the cache of the prompt, or take over what others have computed of it."""
-        state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE)
+        state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE, num_read=self._num_read)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:
             return state
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         state.max_tokens = max(len(spec.token_ids), min(wanted, context))
-        # An entry depends on all tokens before it, and stands for the one after its position.
-        scope = (spec.owner, spec.cache_salt, spec.token_ids[0])
+        # An entry depends on all tokens before it, and stands for the last one that it reads.
+        num_read = self._num_read
+        scope = (spec.owner, spec.cache_salt, *spec.token_ids[:num_read])
         state.sequence = pool.open_empty(scope if self._shares_prefixes else None)
-        state.num_cached_tokens = pool.match(state.sequence, spec.token_ids[1:], len(spec.token_ids) - 2)
-        num_read = min(len(spec.token_ids), self._window.size)
-        if not pool.grow(state.sequence, num_read):
+        num_known = max(0, len(spec.token_ids) - num_read - 1)
+        state.num_cached_tokens = pool.match(state.sequence, spec.token_ids[num_read:], num_known)
+        num_held = min(len(spec.token_ids), self._window.size)
+        if not pool.grow(state.sequence, num_held):
             pool.release(state.sequence)
-            raise CacheFull(f"{num_read} tokens do not fit into the head's KV cache at this moment")
+            raise CacheFull(f"{num_held} tokens do not fit into the head's KV cache at this moment")
         state.known = KnownStates(range(state.num_cached_tokens))
         self._skip(state)
         self._first_text.open(state, spec, state.num_cached_tokens)
@@ -162,7 +179,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         self._check_states(hidden_states)
         self._first_text.commit(state, keep, token_ids, hidden_states)
         if keep < len(state.sampling):
-            state.known.cut(keep)
+            state.known.cut(keep, self._num_read)
             if state.sequence is not None and state.known.num_entries < state.sequence.length:
                 self._rollback(state)
                 state.newest = None
@@ -203,7 +220,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     def _text_of_entries(self, state: EagleState) -> Sequence[int]:
         """The tokens that entries stand for, up to the first gap."""
-        return state.token_ids[1 : 1 + state.known.num_before_gap]
+        return state.token_ids[self._num_read : self._num_read + state.known.num_before_gap]
 
     def _skip(self, state: EagleState) -> None:
         """Forget what is not read of the committed tokens any more."""
@@ -232,6 +249,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         if state.sequence is None or not (num_rows or num_tokens):
             return None
         known = state.known
+        if num_tokens:  # and those that are not ingested for good
+            num_rows = known.num_waiting(len(state.sampling))
         if state.sequence.length >= state.sequence.publishable_from:
             self._pool.publish(state.sequence, self._text_of_entries(state))
         num_entries = known.num_entries + num_rows + self._num_more(job, num_tokens)
@@ -244,12 +263,14 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._rollback(state)
             num_rows = 1
         first, taken = known.num_entries, known.take(num_rows)
+        positions = known.positions(first, num_rows)
         job_of_head = ChainJob(
             state.sequence,
-            [state.token_ids[position + 1] for position in known.positions(first, num_rows)],
+            [state.token_ids[position + 1] for position in positions],
             num_tokens,
             state.sampling,
             state.rule,
+            positions=positions,
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
@@ -271,8 +292,13 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     def _finish(self, work: _EagleWork) -> None:
         """Keep the state to feed again."""
-        last = work.taken[-1]
-        work.state.newest = last.rows(last.end - 1, last.end)
+        last, known = work.taken[-1], work.state.known
+        if self._num_read == 1:
+            work.state.newest = last.rows(last.end - 1, last.end)
+            return
+        start = len(work.state.sampling) - self._num_read  # the first position whose entry is not complete
+        parts = (each.rows(max(start, each.start), each.end) for each in work.taken)
+        known.put_back([part for part in parts if part.num_positions])
 
     def _drafts(
         self,

@@ -92,12 +92,13 @@ class KnownStates:
         return taken
 
     def put_back(self, taken: Sequence[HiddenStates]) -> None:
-        """Undo the last :meth:`take`."""
+        """Undo the last :meth:`take`, or the end of it."""
         self._waiting.extendleft(reversed(taken))
         self.keep(self.num_entries - sum(states.num_positions for states in taken))
 
-    def cut(self, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` committed tokens stay: drop what depends on others.
+    def cut(self, num_tokens: int, num_read: int = 1) -> None:
+        """Only the first ``num_tokens`` committed tokens stay: drop what depends on others; an entry does on the
+        ``num_read`` tokens after its position.
 
         The state of the last one stays known while it waits; as an entry it depended on the token after it.
         """
@@ -105,7 +106,7 @@ class KnownStates:
         self._waiting.extend(
             kept for states in waiting if (kept := states.rows(states.start, num_tokens)).num_positions
         )
-        last = num_tokens - 2  # the last position whose entry stays
+        last = num_tokens - 1 - num_read  # the last position whose entry stays
         count = self.num_entries
         for entry, position in reversed(self._spans):
             if position <= last:

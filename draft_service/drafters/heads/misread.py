@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
@@ -24,12 +23,11 @@ from engine.heads.blocks import PagedBlocks
 from engine.heads.dflash import DFlashHead
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.files.checkpoint import read_head
 from engine.heads.head import DraftHead
 from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.sampling.state import SamplingState
-from specdec.methods import METHODS
+from specdec.methods import BETTER, GOOD_SHARE, METHODS
 from specdec.params import SamplingParams
 from specdec.rules import one_rule_per_sampling
 from specdec.settings import ModelSettings
@@ -40,9 +38,7 @@ logger = logging.getLogger(__name__)
 #: Rounds of a text below which nothing can be said, and tokens of it that are read.
 MIN_ROUNDS: Final = 8
 MAX_TOKENS: Final = 160
-#: Share of the usual gain from which on nothing is asked; times the gain, and tokens a round more, that tell a cause.
-GOOD_SHARE: Final = 0.75
-BETTER: Final = 1.4
+#: Tokens a round more that tell a cause, beside :data:`~specdec.methods.BETTER`.
 LEAST_GAIN: Final = 0.2
 #: Drafted tokens at each position, positions, and masks that are tried.
 _NUM_TOKENS: Final = 3
@@ -59,7 +55,6 @@ class FirstText:
     """The first greedy text of a head, until enough is known of it."""
 
     loaded: LoadedHead
-    target: str
     #: The session that is followed.
     owner: object = None
     token_ids: list[int] = field(default_factory=list)
@@ -107,14 +102,12 @@ class FirstText:
         """Read the head again, try other settings, and log the best one if it is better. Between two settings the
         device thread drafts for sessions.
         """
-        model, info = self.loaded.model, self.loaded.info
+        info = self.loaded.info
         ends = [each.end for each in self.states]
         if not ends or any(each.start != end for each, end in zip(self.states, (0, *ends), strict=False)):
             return
         features = tensor_of(self.states)
-        head = await thread.run(
-            partial(read_head, model.model, self.target, method=info.method, device=self.loaded.device)
-        )
+        head = await thread.run(self.loaded.read)
         as_read = best = await thread.run(self._gain, head, features)
         cause = ""
         for text, changes in other_settings(head):
@@ -156,6 +149,8 @@ class GreedyDrafts:
         else:
             assert isinstance(head, EagleHead | Eagle3Head | MtpHead)
             self._paged = PagedHead(head, small, 2 * MAX_TOKENS)
+        most = head.max_tokens if isinstance(head, MtpHead) else None
+        self._num_tokens = min(_NUM_TOKENS, most or _NUM_TOKENS)
         self._sequence = self._paged.pool.open(2 * MAX_TOKENS)
 
     def after(self, token_ids: Sequence[int], features: Tensor) -> Sequence[int]:
@@ -167,7 +162,9 @@ class GreedyDrafts:
             SamplingParams(temperature=0.0, seed=0), token_ids, 1, self._paged.head.config.vocab_size, device=device
         )
         rule, features = one_rule_per_sampling()[0], features[start:end]  # greedy tokens are those of any rule
-        job = ChainJob(self._sequence, token_ids[start + 1 :], _NUM_TOKENS, state, rule, features=features)
+        job = ChainJob(
+            self._sequence, token_ids[start + 1 :], self._num_tokens, state, rule, features, positions=range(start, end)
+        )
         return self._paged.draft_chains([job])[0].token_ids
 
 

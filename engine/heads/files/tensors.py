@@ -20,12 +20,18 @@ H = TypeVar("H", bound=nn.Module)
 #: Weights of a head, the first that there are.
 _WEIGHTS: Final = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
 #: Names of the embedding and the output layer in the architectures of transformers, after any prefix.
-_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_EMBEDDINGS: Final = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "embeddings.weight",
+)
 _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight")
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a small checkpoint, on the CPU.
+def read_tensors(folder: Path, patterns: Sequence[str] = _WEIGHTS) -> dict[str, Tensor]:
+    """All tensors of a small checkpoint, on the CPU: of the files that the first pattern with any matches.
 
     Safetensors are taken where there are any; else ``.bin`` or ``.pt`` files, which may hold tensors only: nothing in
     them is run. What a training has left beside the weights (``training_args.bin``, ``optimizer.pt``) is not looked at.
@@ -34,7 +40,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         InvalidRequest: there are none, or they cannot be read.
     """
     tensors: dict[str, Tensor] = {}
-    paths = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    paths = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
     try:
         for path in paths:
             if path.suffix == ".safetensors":

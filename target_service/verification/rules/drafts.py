@@ -167,7 +167,25 @@ class Siblings:
         drafts: Drafts,
     ) -> Siblings:
         """``rows``: of each tree one per group of siblings, in the order of their first tokens, or none."""
-        num_rounds, num_places = drafts.rows.shape
+        tried, both = cls.arrays(token_ids, parents, rows, drafts.rows.shape[1])
+        device = drafts.token_ids.device
+        return cls.packed(send(torch.from_numpy(tried), device), *send(torch.from_numpy(both), device).unbind())
+
+    @classmethod
+    def packed(cls, members: Tensor, token_ids: Tensor, weights: Tensor) -> Siblings:
+        """From what :meth:`arrays` gives."""
+        probabilities = weights.double()
+        return cls(members, token_ids, probabilities / probabilities.sum(-1, keepdim=True).clamp_min_(1.0))
+
+    @staticmethod
+    def arrays(
+        token_ids: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[SparseRow]],
+        num_places: int,
+    ) -> tuple[sparse.Ids, sparse.Ids]:
+        """Members int64 [B, places, m], and the ids and weights of q, int64 [2, B, places, K], K at least m."""
+        num_rounds = len(token_ids)
         members: dict[tuple[int, int], list[int]] = {}
         q: dict[tuple[int, int], tuple[sparse.Ids, sparse.Ids]] = {}
         for b, follows in enumerate(parents):
@@ -188,8 +206,4 @@ class Siblings:
                 both[:, b, place, : len(named)] = named, weights
             else:
                 both[0, b, place, : len(group)] = [token_ids[b][i] for i in group]
-        device = drafts.token_ids.device
-        named_ids, numbers = send(torch.from_numpy(both), device).unbind()
-        probabilities = numbers.double()
-        probabilities /= probabilities.sum(-1, keepdim=True).clamp_min_(1.0)
-        return cls(send(torch.from_numpy(tried), device), named_ids, probabilities)
+        return tried, both

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 VIEWS = frozenset(
     """
     view _unsafe_view t transpose permute unsqueeze squeeze expand slice select alias detach as_strided split
-    split_with_sizes unbind empty new_empty empty_like
+    split_with_sizes unbind empty new_empty new_empty_strided empty_like
     """.split()  # noqa: SIM905
 )
 

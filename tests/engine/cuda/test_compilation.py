@@ -37,8 +37,9 @@ driver.set_active(Driver())
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.batch import Batch
-from engine.cuda import attention, choice_kernels, choices, few_rows, kernels, linear_kernels
+from engine.cuda import attention, choice_kernels, choices, few_rows, float8, float8_kernels, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder
+from engine.cuda.row_kernels import norm_rounded
 from engine.plan import BatchPlan
 
 
@@ -58,8 +59,9 @@ class Compiled:
 NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
-for name in ("choose", "walk"):
+for name in ("choose", "walk", "forbid"):
     setattr(choice_kernels, name, Compiled(getattr(choice_kernels, name)))
+float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
 for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1], {"torch": torch}):
     for num_rows, is_tree, window, softcap, has_sinks in ((1, True, 1024, 30.0, True), (512, False, None, None, False)):
@@ -83,6 +85,12 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             model = kind(config if kind is LlamaForCausalLM else Qwen3Config(**config.to_dict())).to(dtype)
             FusedDecoder(model, [(k_cache, v_cache)], [None]).logits(Batch(plan, rows[None], rows[:1], [], []))
         attention.move_entries([k_cache, v_cache], [(1, 1, 1, 0)])
+    if Driver.capability >= 89 and dtype == torch.bfloat16:
+        for num_rows in (1, 3):
+            x = torch.empty(num_rows, 2048, dtype=dtype)
+            float8.launch_rounding(x, 1024, is_gated=True)
+            float8.launch_rounding(x, 128)
+            norm_rounded(x, x, x[0], 1e-5, 2048)
     for num_rows in (2, 5, 16):  # compiled once for all
         x, weight = torch.empty(num_rows, 512, dtype=dtype), torch.empty(256, 512, dtype=dtype)
         gated = few_rows.Product(weight, x[0], x[0], is_gated=True)
@@ -90,8 +98,10 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             few_rows.multiply(x, gated, 1e-5, tiles)
         few_rows.multiply(x, few_rows.Product(weight, adds=True), 1e-5, tiles, x[:, :256].contiguous())
     for count in (1, 2):  # whatever the batch, they are compiled once
-        walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5)] * count
+        masks = [None, torch.zeros(5, 4000 + count, dtype=torch.int32)]
+        walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5, own) for own in masks[:count]]
         choices.walk(torch.empty(5, 128_256), walks, 128_000 + count)
+        choices.forbid(torch.empty(5, 128_256), range(5), masks[1:], 128_000 + count)
 """
 
 #: Shared memory that a block may have on every GPU since Ampere.
@@ -126,9 +136,10 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
-    for name, count in (("choose", 1), ("walk", 1), ("multiply", 4)):
+    for name, count in (("choose", 1), ("walk", 1), ("forbid", 1), ("multiply", 4)):
         variants = {line[-1] for line in lines if line[2] == name}
         assert len(variants) == count * num_gpus, "compiled once for any batch"
+    assert len({line[-1] for line in lines if line[2] == "round_rows"}) == 2
     joins = [line for line in lines if line[2] == "join"]
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"

@@ -51,6 +51,16 @@ def test_what_needs_more_is_left_to_torch(params: dict[str, Any], rule: Rule) ->
     assert draw(torch.zeros(2, V, device=DEVICE), rows_of(DEVICE, {}, params), [Rule.COUPLED, rule]) is None
 
 
+def test_greedy_drafts_are_one_launch_of_torch() -> None:
+    meta, rule = torch.device("meta"), [Rule.BLOCK]
+    with Watch():
+        rows = rows_of(meta, {"temperature": 0.0})
+    with Watch(), Launches("meta") as launches:
+        assert draw(torch.empty(1, V, device=meta), rows, rule) is None
+        draft(torch.empty(1, V, device=meta), rows, rule)
+    assert launches.counts == {"argmax": 1}
+
+
 @pytest.mark.parametrize(("fault", "text"), [("wrong", "they draw other tokens"), ("broken", "CompilationError: no")])
 def test_kernels_that_fail_are_not_used(
     fault: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -55,6 +55,14 @@ def test_products_are_torchs(parts: dict[str, bool], dtype: torch.dtype, num_row
     torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
+def test_a_product_is_checked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "_AT_ONCE", 200 * 32)
+    for parts in ({"adds": True}, {"has_norm": True, "is_gated": True, "has_bias": True}):
+        own = product(**parts)
+        x, out = torch.randn(3, 200).to(DEVICE), torch.randn(3, 70).to(DEVICE)
+        torch.testing.assert_close(few_rows._exact(x, own, EPS, out), by_torch(x, own, EPS, out))  # noqa: SLF001
+
+
 def layers_of(count: int = 3) -> list[list[Product]]:
     return [
         [product(seed=i, has_norm=True), product(seed=i, adds=True), product(seed=i, has_norm=True, is_gated=True)]
@@ -111,7 +119,7 @@ def test_the_search_ends_in_time() -> None:
     found = choose(layers_of(), EPS, timer=clock.time, seconds=2.0, clock=clock)
     assert found.max_rows == ROWS[0]
     assert [*found.tiles.values()] == [TILES[1], TILES[0], TILES[0]]
-    assert clock.now == 2 + 2 + 6
+    assert clock.now == 2 + 2 + 6 + 6
 
 
 def test_what_is_wrong_or_does_not_compile_is_not_chosen(

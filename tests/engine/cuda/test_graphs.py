@@ -18,7 +18,7 @@ from engine.batch import Batch, build_batch
 from engine.chain_job import ChainJob
 from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
-from engine.cuda.graphs import ROW_SIZES, Bucket, CudaCapture, GraphRunner, Inputs
+from engine.cuda.graphs import ROW_SIZES, AgreedCapture, Bucket, CudaCapture, GraphRunner, Inputs
 from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Engine, Segment
 from engine.heads.paged import PagedHead
@@ -307,6 +307,41 @@ def test_without_memory_for_a_graph_the_pass_runs_without(
     close(torch.cat(rows), tools.stock_logits(stock_llama, ids))
     assert tried == [1]
     assert engine.runner.graphs.buckets == []
+
+
+@pytest.mark.parametrize("fails", ["buffers", "pass", "room"])
+def test_ranks_agree_wherever_memory_runs_out(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has none answers as often as the others, which wait for its answer."""
+    answers: list[bool] = []
+
+    class Plain:
+        has_room = fails != "room"
+
+        def __call__(self, run: Callable[[], object]) -> Callable[[], object]:
+            run()
+            return run
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("all of it")
+
+    def agree(is_true: bool) -> bool:
+        answers.append(is_true)
+        return is_true
+
+    if fails == "buffers":
+        monkeypatch.setattr(graphs, "Inputs", full)
+    plain: Any = Plain()
+    runner = GraphRunner(
+        full if fails == "pass" else lambda batch: torch.zeros(1, 9),
+        AgreedCapture(plain, agree),
+        vocab_size=9,
+        max_model_len=16,
+        block_size=4,
+        device=torch.device("cpu"),
+    )
+    batch = build_batch([Segment(KVPool(4, 4).open(8), [1], 1)], block_size=4, vocab_size=9, max_model_len=16)
+    assert runner.run(batch) is None
+    assert answers == ([False] if fails == "room" else [True, False])
 
 
 def test_a_model_that_waits_for_the_device_is_not_captured() -> None:

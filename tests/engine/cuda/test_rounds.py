@@ -144,7 +144,7 @@ def on_gpu(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> GpuVerdicts:
 
         return replay
 
-    for name in ("choose", "walk"):
+    for name in ("choose", "walk", "forbid"):
         monkeypatch.setattr(choice_kernels, name, Counted(name, launches))
     return GpuVerdicts(choices, capture, META)
 
@@ -184,24 +184,36 @@ def test_a_step_waits_once(
             model.pool.rollback(session.sequence, len(session.state) - 1)
 
 
+REPLAY = {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}
+TREE = (-1, -1, 0, 0)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize(
-    ("rule", "params", "before", "after"),
+    "case",
     [
         (Rule.BLOCK, {"temperature": 0.0}, 28, {"_to_copy": 1, "choose": 1, "walk": 1}),
         (Rule.COUPLED, {}, 63, {"_to_copy": 1, "choose": 1, "walk": 1}),
-        (Rule.COUPLED, {"top_p": 0.9}, 103, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
-        (Rule.TOKEN, {"top_p": 0.9}, 121, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
-        (Rule.BLOCK, {"top_p": 0.9}, 155, {"copy_": 1, "index_select": 1, "replay": 1, "clone": 1}),
+        (Rule.COUPLED, {"top_p": 0.9}, 103, REPLAY),
+        (Rule.TOKEN, {"top_p": 0.9}, 121, REPLAY),
+        (Rule.BLOCK, {"top_p": 0.9}, 155, REPLAY),
+        (Rule.BLOCK, {"top_p": 0.9, "parents": TREE}, 221, REPLAY),
     ],
 )
 def test_launches_of_a_verdict(
-    rule: Rule, params: dict[str, Any], before: int, after: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    case: tuple[Rule, dict[str, Any], int, dict[str, int]], is_masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On four drafts of each of eight sessions, at a vocabulary of 128,256, before its copy to the host."""
     num_tokens, row = 128_256, pack(np.array([3, 5, 7, 8]), np.array([1, 2, 3, 4]))
+    rule, given, before, after = case
+    params = given.copy()
+    parents = params.pop("parents", ())
+    masks = torch.full((5, num_tokens // 32), -1, dtype=torch.int32) if is_masked else None
     states = [SamplingState(SamplingParams(seed=i, **params), PROMPT, 9, num_tokens, device=META) for i in range(8)]
-    q_rows = (row,) * 4 if rule is not Rule.COUPLED else ()
-    rounds = [Round(state, rule, 5 * i, (3, 5, 7, 8), q_rows) for i, state in enumerate(states)]
+    q_rows = (row,) * (2 if parents else 4) if rule is not Rule.COUPLED else ()
+    rounds = [
+        Round(state, rule, 5 * i, (3, 5, 7, 8), q_rows, parents=parents, masks=masks) for i, state in enumerate(states)
+    ]
     logits, launches = torch.empty(40, num_tokens, device=META), Launches("meta")
     gpu, found = on_gpu(launches, monkeypatch), []
     for way in (None, gpu, gpu):  # the second captures
@@ -210,8 +222,13 @@ def test_launches_of_a_verdict(
             verify_with_tensors(logits, rounds, on_gpu=way)
         assert watch.num_fetched == 1
         found.append(launches.counts.copy())
-    assert before <= found[0].total() <= before + 1
-    assert found[2] == after
+    if not is_masked:
+        assert before <= found[0].total() <= before + 1
+        assert found[2] == after
+        return
+    assert before + 4 <= found[0].total() <= before + 5
+    sent = {"_to_copy": after.get("_to_copy", 0) + (2 if after is REPLAY else 1)}
+    assert found[2] == {**after, **sent, **({"forbid": 1} if after is REPLAY else {})}
 
 
 def test_a_draft_waits_once() -> None:

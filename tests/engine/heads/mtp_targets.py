@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    NemotronHConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -56,6 +57,13 @@ def _glm() -> PretrainedConfig:
     return Glm4MoeConfig(**_SIZES, **_EXPERTS, **groups, head_dim=8, use_qk_norm=True, num_nextn_predict_layers=1)
 
 
+def _nemotron() -> PretrainedConfig:
+    sizes = {name: value for name, value in _SIZES.items() if name != "num_hidden_layers"}
+    groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 16}
+    heads = {"head_dim": 8, "layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1}
+    return NemotronHConfig(**sizes, **_EXPERTS, **groups, **heads)
+
+
 #: A target's configuration by the family of its prediction layers.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": _deepseek,
@@ -65,20 +73,25 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA),
     "mimo": lambda: Qwen2Config(**_SIZES),
+    "nemotron_h": _nemotron,
 }
 
 
-def names_of(family: str) -> tuple[str, str, dict[str, str]]:
+def names_of(family: str, layer: int = 0) -> tuple[str, str, dict[str, str]]:
     """What the tensors of the decoder layer begin with, what those around it begin with, and their names."""
     if family.startswith("qwen"):
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        return "mtp.layers.0.", "mtp.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
+        return f"mtp.layers.{layer}.", "mtp.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
+    if family == "nemotron_h":
+        names = ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm")
+        return "mtp.layers.", "mtp.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
     if family == "mimo":
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        place = "model.mtp_layers.0."
+        place = f"model.mtp_layers.{layer}."
         return place, place, dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    return "model.layers.2.", "model.layers.2.", dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
+    place = f"model.layers.{2 + layer}."
+    return place, place, dict(zip(("enorm", "hnorm", "eh_proj", "norm"), names, strict=True))
 
 
 def shaken(model: PreTrainedModel, seed: int, share_of_layers: float = 1.0) -> PreTrainedModel:
@@ -97,6 +110,9 @@ def shaken(model: PreTrainedModel, seed: int, share_of_layers: float = 1.0) -> P
 def one_layer(config: PretrainedConfig) -> PretrainedConfig:
     """The same with one layer, of the kind that prediction layers are."""
     one = copy.deepcopy(config)
+    if config.model_type == "nemotron_h":
+        one.layers_block_type = one.mtp_layers_block_type
+        return one
     one.num_hidden_layers = 1
     if getattr(one, "layer_types", None):
         one.layer_types = ["full_attention"]
@@ -105,22 +121,53 @@ def one_layer(config: PretrainedConfig) -> PretrainedConfig:
     return one
 
 
+#: A model whose one layer and final norm are a prediction layer's, and the three tensors before that layer.
+Layer = tuple[PreTrainedModel, dict[str, torch.Tensor]]
+
+
 def write_mtp_target(
     folder: Path, family: str, *, agrees: bool = False, vocab: int = VOCAB
 ) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, torch.Tensor]]:
-    """A checkpoint of a target with a prediction layer: the target, a model whose one layer and final norm are the
-    prediction layer's, and the three tensors before that layer.
+    """A checkpoint of a target with a prediction layer: the target, and that layer."""
+    target, ((body, around),) = write_mtp_layers(folder, family, 1, agrees=agrees, vocab=vocab)
+    return target, body, around
 
-    ``agrees``: layers hardly matter, so a token depends on the one before, and the prediction layer knows it.
+
+def write_mtp_layers(
+    folder: Path, family: str, count: int, *, agrees: bool = False, vocab: int = VOCAB
+) -> tuple[PreTrainedModel, list[Layer]]:
+    """The same with several.
+
+    ``agrees``: layers hardly matter, so a token depends on the one before, and the prediction layers know it.
     """
     config = CONFIGS[family]()
     config.vocab_size = vocab
-    share = 0.01 if agrees else 1.0
-    target = shaken(AutoModelForCausalLM.from_config(config), 1, share)
-    body = shaken(AutoModelForCausalLM.from_config(one_layer(config)), 2, share)
+    setattr(config, "mtp_num_hidden_layers" if family.startswith("qwen") else "num_nextn_predict_layers", count)
+    target = shaken(AutoModelForCausalLM.from_config(config), 1, 0.01 if agrees else 1.0)
+    layers: list[Layer] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(count):
+        body, around = _layer(target, family, 2 + 2 * i, agrees)
+        if i and family.startswith("qwen"):  # the layers share what is around them
+            around = layers[0][1]
+            body.get_decoder().norm.weight.data = layers[0][0].get_decoder().norm.weight
+        layers.append((body, around))
+        tensors |= _named(folder, family, i, target, body, around)
+    target.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    if family == "mimo":
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace('"qwen2"', '"mimo"').replace("Qwen2ForCausalLM", "MiMoForCausalLM"))
+    return target, layers
+
+
+def _layer(target: PreTrainedModel, family: str, seed: int, agrees: bool) -> Layer:
+    """A random one on the embedding and output layer of a target."""
+    body = shaken(AutoModelForCausalLM.from_config(one_layer(target.config)), seed, 0.01 if agrees else 1.0)
     body.get_input_embeddings().weight.data = target.get_input_embeddings().weight
     body.get_output_embeddings().weight.data = target.get_output_embeddings().weight
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed + 1)
     around = {
         "enorm": 0.5 + torch.rand(HIDDEN, generator=generator),
         "hnorm": 0.5 + torch.rand(HIDDEN, generator=generator),
@@ -130,24 +177,29 @@ def write_mtp_target(
         parts = [torch.eye(HIDDEN), 0.01 * torch.eye(HIDDEN)]
         around["eh_proj"] = torch.cat(parts[::-1] if family == "mimo" else parts, 1)
         around["enorm"] = torch.zeros(HIDDEN) if family.startswith("qwen") else torch.ones(HIDDEN)
-        body.get_decoder().norm.weight.data = target.get_decoder().norm.weight
+        norm = "norm_f" if family == "nemotron_h" else "norm"
+        getattr(body.get_decoder(), norm).weight.data = getattr(target.get_decoder(), norm).weight
+    return body, around
+
+
+def _named(  # noqa: PLR0917
+    folder: Path,
+    family: str,
+    layer: int,
+    target: PreTrainedModel,
+    body: PreTrainedModel,
+    around: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The tensors of a prediction layer as its family names them."""
     body.save_pretrained(folder / "body")
-    layer, place, names = names_of(family)
+    begin, place, names = names_of(family, layer)
     saved = load_file(folder / "body" / "model.safetensors")
-    tensors = {
-        name.replace("model.layers.0.", layer): value.clone()
-        for name, value in saved.items()
-        if name.startswith("model.layers.0.")
-    }
-    tensors[f"{place}{names['norm']}.weight"] = saved["model.norm.weight"].clone()
+    theirs = "backbone.layers." if family == "nemotron_h" else "model.layers.0."
+    tensors = {name.replace(theirs, begin): value.clone() for name, value in saved.items() if name.startswith(theirs)}
+    norm = "backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"
+    tensors[f"{place}{names['norm']}.weight"] = saved[norm].clone()
     tensors |= {f"{place}{names[name]}.weight": value.clone() for name, value in around.items()}
-    if place == "model.layers.2.":  # as published: copies of the target's own
-        tensors["model.layers.2.embed_tokens.weight"] = target.get_input_embeddings().weight.clone()
-        tensors["model.layers.2.shared_head.head.weight"] = target.get_output_embeddings().weight.clone()
-    target.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    if family == "mimo":
-        path = folder / "config.json"
-        path.write_text(path.read_text().replace('"qwen2"', '"mimo"').replace("Qwen2ForCausalLM", "MiMoForCausalLM"))
-    return target, body, around
+    if place.startswith("model.layers."):  # as published: copies of the target's own
+        tensors[f"{place}embed_tokens.weight"] = target.get_input_embeddings().weight.clone()
+        tensors[f"{place}shared_head.head.weight"] = target.get_output_embeddings().weight.clone()
+    return tensors

@@ -71,8 +71,14 @@ def job(sequence, tokens, first, states, k):
     return ChainJob(sequence, new, k, SamplingState(GREEDY, tokens, 1, files.VOCAB), DEFAULT_RULE, features=features)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native", "triton"])
-@pytest.mark.parametrize("window", [7, 500])
+@pytest.mark.parametrize(
+    ("window", "kernels"),
+    [
+        *((window, kernels) for window in (7, 500) for kernels in ("torch", "native")),
+        (7, "triton"),
+        pytest.param(500, "triton", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_logits_are_those_of_transformers(folder, target, monkeypatch, kernels, window):
     """Over rounds in which some of what was drafted is accepted, with windows shorter than the text and longer."""
     if kernels == "triton":  # in its interpreter

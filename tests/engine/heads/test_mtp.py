@@ -24,7 +24,7 @@ from specdec.methods import method_of
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import ModelSettings
-from tests.engine.heads.mtp_targets import CONFIGS, HIDDEN, VOCAB, write_mtp_target
+from tests.engine.heads.mtp_targets import CONFIGS, HIDDEN, VOCAB, names_of, write_mtp_target
 
 K = 4
 
@@ -47,7 +47,8 @@ class MtpReference:
         return out
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        eps, weight = self.body.config.rms_norm_eps, self.around[name]
+        config, weight = self.body.config, self.around[name]
+        eps = config.layer_norm_epsilon if self.family == "nemotron_h" else config.rms_norm_eps
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return x * (1 + weight if self.family.startswith("qwen") else weight)
 
@@ -164,7 +165,7 @@ def test_a_draft_vocabulary(case, tmp_path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(chosen[::-1]))
     head = read_head(folder, folder, method="mtp")
     head.trim(read_draft_vocabulary(tmp_path / "ids.json", VOCAB))
-    assert head.body.get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
+    assert head.bodies[0].get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
     paged = PagedHead(head, settings_of(folder), 256)
     ids, states = text_and_states(target, 20, 6)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=100)
@@ -226,14 +227,38 @@ def test_float8_with_scales_of_blocks(tmp_path) -> None:
     method = {"quant_method": "fp8", "weight_block_size": [8, 16]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     head = read_head(tmp_path, tmp_path, method="mtp")
-    found = head.body.get_decoder().layers[0].self_attn.k_proj.weight
+    found = head.bodies[0].get_decoder().layers[0].self_attn.k_proj.weight
     wanted = rounded.float() * scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
     torch.testing.assert_close(found.float(), wanted.bfloat16().float())
 
 
 def test_positions_keep_their_precision_in_bfloat16(tmp_path) -> None:
     write_mtp_target(tmp_path, "qwen3_5")
-    exact = read_head(tmp_path, tmp_path, method="mtp").body.get_decoder().rotary_emb.inv_freq
+    exact = read_head(tmp_path, tmp_path, method="mtp").bodies[0].get_decoder().rotary_emb.inv_freq
     head = read_head(tmp_path, tmp_path, method="mtp", dtype=torch.bfloat16)
     assert head.dtype is torch.bfloat16
-    assert torch.equal(head.body.get_decoder().rotary_emb.inv_freq, exact)
+    assert torch.equal(head.bodies[0].get_decoder().rotary_emb.inv_freq, exact)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_files_of_speculators(tmp_path, family) -> None:
+    """A layer that was trained further, beside its target."""
+    target, body, around = write_mtp_target(tmp_path / "target", family)
+    layer, place, names = names_of(family)
+    own = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
+    new = {f"{place}{names[name]}.weight": f"mtp_layers.0.{theirs}.weight" for name, theirs in own.items()}
+    folder = tmp_path / "head"
+    folder.mkdir()
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    written = {new.get(name, name.replace(layer, "mtp_layers.0.")): tensors[name] for name in tensors if "mtp" in name}
+    save_file(written, folder / "model.safetensors")
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    config["transformer_layer_config"] = target.config.to_diff_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert method_of(str(folder)) == "mtp"
+    ids, states = text_and_states(target, 12, 5)
+    found = read_head(folder, tmp_path / "target")
+    with torch.no_grad():
+        x = found(torch.tensor(ids[1:]), states[:-1], torch.arange(11))
+    wanted = MtpReference(family, body, around)(ids[1:], states[:-1])
+    torch.testing.assert_close(x, wanted, atol=1e-4, rtol=1e-4)

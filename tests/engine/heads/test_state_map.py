@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from engine.heads.eagle3 import LAST_STATE
+from engine.heads.files import checkpoint
 from engine.native.linears import pack_linears
+from engine.state_map import StateMap
+from specdec.errors import InvalidRequest
 from tests.engine.heads import random_heads
 from tests.engine.heads.random_heads import eagle3, layer_config, shaken
 
@@ -56,3 +59,16 @@ def test_the_fingerprint_tells_maps_apart():
     prints = {print_of(head) for head in others}
     assert len(prints) == len(others)
     assert known not in prints
+
+
+def test_a_target_without_memory_for_it_says_so(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("all of it")
+
+    monkeypatch.setattr(checkpoint, "read_head", lambda *_: eagle3())
+    assert checkpoint.read_state_map("head", "target", torch.device("cpu")) is not None
+    monkeypatch.setattr(StateMap, "to", full)
+    with pytest.raises(
+        InvalidRequest, match=r"no memory on cpu for the first layer of head: .* leave it out of hidden"
+    ):
+        checkpoint.read_state_map("head", "target", torch.device("cpu"))

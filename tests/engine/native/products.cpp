@@ -18,10 +18,10 @@ void tandem_pack(int dtype, const void* weight, const float* scales, int64_t n, 
 struct GroupedSource {
   const void* codes;
   const int8_t* table;
-  const float *scales, *offsets;
+  const float *values, *scales, *offsets;
   const int32_t* order;
   int64_t n, k, group;
-  int32_t bits;
+  int32_t bits, kind;
 };
 int64_t tandem_grouped_panel_bytes(const GroupedSource* source);
 void tandem_pack_grouped(const GroupedSource* source, char* memory, int64_t memory_step, const uint8_t** list,
@@ -32,7 +32,8 @@ int tandem_linear(int dtype, int weight_dtype, const void* x, int rows, int64_t 
 
 namespace {
 
-enum { kFloat32, kBFloat16, kInt8, kGrouped };
+enum { kFloat32, kBFloat16, kInt8, kGrouped, kDecoded };
+enum { kWholeCodes, kRealCodes, kFloat8Codes };  // of grouped.h
 constexpr int kRows = 40;
 
 uint16_t to_bf16(float x) {
@@ -73,43 +74,56 @@ struct Numbers {
   }
 };
 
+// e4m3: sign, 4 bits of an exponent that is 7 too large, 3 of a mantissa.
+double float8(uint8_t code) {
+  const int exponent = code >> 3 & 15;
+  const double size = exponent ? std::ldexp(8 + (code & 7), exponent - 10) : std::ldexp(code & 7, -9);
+  return code & 0x80 ? -size : size;
+}
+
 // Codes of a grouped weight, 4 or 8 bits, with offsets where there are 4; the numbers they stand for replace the weight's.
 // Returns the list of its panels, which lie behind it.
-void* pack_grouped(int bits, long group, long k, long n, Numbers& weight) {
+void* pack_grouped(int bits, long group, int kind, long k, long n, Numbers& weight) {
   const long groups = (k + group - 1) / group, panels = (n + tandem_panel() - 1) / tandem_panel();
-  std::vector<float> scales(n * groups), offsets(n * groups);
-  for (float& scale : scales) scale = draw() / 128;
+  std::vector<float> scales(n * groups), offsets(n * groups), values(16);
+  for (float& scale : scales) scale = draw() / (kind == kFloat8Codes ? 512 : kind == kRealCodes ? 1 : 128);
   for (float& offset : offsets) offset = draw();
+  for (float& value : values) value = draw();
   int8_t table[16];
   for (int8_t& entry : table) entry = int8_t(draw() * 127.0f);
   std::vector<uint8_t> nibbles(n * ((k + 1) / 2));
   for (long i = 0; i < n; i++)
     for (long j = 0; j < k; j++) {
-      const int code = weight.bytes[i * k + j] & 15;
-      double& value = weight.values[i * k + j];
-      const long at = i * groups + j / group;
+      char& byte = weight.bytes[i * k + j];
+      if (kind == kFloat8Codes && (byte & 127) == 127) byte ^= 1;  // no number
+      const int code = byte & 15;
       nibbles[i * ((k + 1) / 2) + j / 2] |= uint8_t(code << j % 2 * 4);
-      value = scales[at] * (bits == 4 ? double(table[code]) : value) - (bits == 4 ? offsets[at] : 0.0);
+      double& value = weight.values[i * k + j];
+      if (kind == kFloat8Codes) value = float8(uint8_t(byte));
+      if (bits == 4) value = kind == kRealCodes ? double(values[code]) : table[code];
+      const long at = i * groups + j / group;
+      value = scales[at] * value - (bits == 4 ? offsets[at] : 0.0);
     }
   const void* codes = bits == 4 ? static_cast<const void*>(nibbles.data()) : weight.bytes.data();
-  const GroupedSource source{codes, bits == 4 ? table : nullptr, scales.data(), bits == 4 ? offsets.data() : nullptr,
-                             nullptr, n, k, group, bits};
+  const GroupedSource source{codes, bits == 4 && kind == kWholeCodes ? table : nullptr,
+                             kind == kRealCodes ? values.data() : nullptr, scales.data(),
+                             bits == 4 ? offsets.data() : nullptr, nullptr, n, k, group, bits, kind};
   const long size = tandem_grouped_panel_bytes(&source), list = (panels * 8 + 63) / 64 * 64;
   char* packed = static_cast<char*>(tandem_alloc(list + panels * size));
   tandem_pack_grouped(&source, packed + list, size, reinterpret_cast<const uint8_t**>(packed), 0, 1, 2);
   return packed;
 }
 
-// `bits`, `group`: of grouped weights.
-bool check(int dtype, int weight_dtype, int bits, long group, long k, long n) {
+// `bits`, `group`, `kind`: of grouped weights.
+bool check(int dtype, int weight_dtype, int bits, long group, int kind, long k, long n) {
   const int item = dtype == kFloat32 ? 4 : 2;
   const Numbers x(dtype, kRows * k);
   Numbers weight(weight_dtype, n * k);
   const std::vector<float> scales(n, 1.0f / 128);
   const long panels = (n + tandem_panel() - 1) / tandem_panel();
   void* packed;
-  if (weight_dtype == kGrouped) {
-    packed = pack_grouped(bits, group, k, n, weight);
+  if (weight_dtype >= kGrouped) {
+    packed = pack_grouped(bits, group, kind, k, n, weight);
   } else {
     packed = tandem_alloc(tandem_packed_bytes(weight_dtype, panels, k));
     tandem_pack(weight_dtype, weight.bytes.data(), weight_dtype == kInt8 ? scales.data() : nullptr, n, k, k, packed, 0, 1, 2);
@@ -151,7 +165,7 @@ bool check(int dtype, int weight_dtype, int bits, long group, long k, long n) {
       worst = std::fmax(worst, std::fabs(found - exact) / std::sqrt(double(k)));
     }
   // Of grouped weights activations are rounded to steps of 1 / 127.
-  const double allowed = weight_dtype == kGrouped ? 0.03 : dtype == kBFloat16 ? 0x1p-7 : weight_dtype == kInt8 ? 1e-4 : 1e-6;
+  const double allowed = weight_dtype == kGrouped ? 0.03 : dtype == kBFloat16 ? 0x1p-7 : weight_dtype == kInt8 ? 1e-4 : 2e-6;
   if (worst > allowed) std::printf("dtypes %d, %d (%d bits), %ld -> %ld: off by %g\n", dtype, weight_dtype, bits, k, n, worst);
   tandem_free(packed);
   return good && worst <= allowed;
@@ -160,13 +174,21 @@ bool check(int dtype, int weight_dtype, int bits, long group, long k, long n) {
 }  // namespace
 
 int main() {
-  const int kinds[][4] = {{kFloat32, kFloat32},         {kBFloat16, kBFloat16},      {kFloat32, kInt8},
-                          {kBFloat16, kInt8},           {kFloat32, kGrouped, 8, 16}, {kFloat32, kGrouped, 8, 1 << 20},
-                          {kBFloat16, kGrouped, 4, 64}, {kFloat32, kGrouped, 4, 32}};
+  const int kinds[][5] = {{kFloat32, kFloat32},
+                          {kBFloat16, kBFloat16},
+                          {kFloat32, kInt8},
+                          {kBFloat16, kInt8},
+                          {kFloat32, kGrouped, 8, 16},
+                          {kFloat32, kGrouped, 8, 1 << 20},
+                          {kBFloat16, kGrouped, 4, 64},
+                          {kFloat32, kGrouped, 4, 32},
+                          {kFloat32, kDecoded, 4, 64, kRealCodes},
+                          {kBFloat16, kDecoded, 8, 128, kFloat8Codes},
+                          {kFloat32, kDecoded, 8, 1 << 20, kFloat8Codes}};
   const long shapes[][2] = {{1, 1}, {7, 3}, {48, 97}, {513, 65}, {2049, 40}, {5000, 130}, {130, 3000}};
   int failed = 0;
   for (auto& kind : kinds)
-    for (auto& shape : shapes) failed += !check(kind[0], kind[1], kind[2], kind[3], shape[0], shape[1]);
+    for (auto& shape : shapes) failed += !check(kind[0], kind[1], kind[2], kind[3], kind[4], shape[0], shape[1]);
   std::printf("panels of %d columns: %s\n", tandem_panel(), failed ? "wrong" : "right");
   return failed != 0;
 }

@@ -6,10 +6,12 @@ from itertools import pairwise
 import pytest
 
 from gateway.decoding.context import DecodingContext
+from gateway.decoding.round import DirectRound
 from gateway.pacing.pace import FixedPace
 from gateway.placement.routing import Replica, Router
 from specdec.errors import Unavailable
 from specdec.settings import GatewaySettings
+from specdec.types import DraftedRound, RoundTimings, Verdict
 from tests.gateway.decoding.decodings import PROMPT, request_of, run
 from tests.gateway.fake_draft import FakeDraft
 from tests.gateway.fakes import FakeTarget, FakeTargetSession, params, reference
@@ -81,3 +83,11 @@ async def test_verdicts_that_come_together_were_not_committed_together(monkeypat
     steps = [after - before for before, after in pairwise(told[1:])]
     assert len(steps) > 3
     assert set(steps) == {10**6}
+
+
+@pytest.mark.parametrize(("is_stream", "depth"), [(True, 4), (False, None)])
+def test_a_stream_is_drafted_whole_or_not_at_all(is_stream, depth):
+    """For pacing; and what it verified was a chain."""
+    round_ = DirectRound.of(DraftedRound(num_tokens=0, num_asked=4, is_stream=is_stream), RoundTimings(), 0)
+    verdict = Verdict(epoch=1, base_len=5, token_ids=(7,))
+    assert (round_.whole_depth(verdict), round_.tree_depth(verdict)) == (depth, None)

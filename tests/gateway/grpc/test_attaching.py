@@ -1,7 +1,6 @@
 """The rate at which an attachment's messages are read."""
 
 import asyncio
-import time
 
 import grpc.aio
 import pytest
@@ -29,12 +28,35 @@ class FloodingCall:
         return next(self.messages, grpc.aio.EOF)
 
 
-@pytest.mark.parametrize(("sizes", "least_s"), [([10] * 350, 0.5), ([2**18] * 3, 0.5), ([10] * 90, 0.0)])
-async def test_what_comes_too_fast_is_read_later(sizes, least_s):
-    begun_s = time.monotonic()
+class SlowClock:
+    """Time passes where somebody sleeps."""
+
+    def __init__(self):
+        self.now_s = 7.0
+
+    def monotonic(self):
+        return self.now_s
+
+    async def sleep(self, duration_s):
+        self.now_s += duration_s
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wait_s"),
+    [
+        ([10] * 350, 0.5),
+        ([10] * 90, 0.0),
+        ([2**20] * 5, 3.0),
+        ([2**20, *[10] * 90], 0.0),  # a prediction holds up no proposal
+    ],
+)
+async def test_what_comes_too_fast_is_read_later(sizes, wait_s, monkeypatch):
+    clock = SlowClock()
+    monkeypatch.setattr(attaching, "time", clock)
+    monkeypatch.setattr(attaching.asyncio, "sleep", clock.sleep)
     call = FloodingCall(*[bytes(size) for size in sizes])
     assert [len(raw) async for raw in paced(call)] == sizes
-    assert least_s <= time.monotonic() - begun_s < least_s + 0.5
+    assert clock.now_s == pytest.approx(7.0 + wait_s, abs=0.02)
 
 
 class SilentReader:

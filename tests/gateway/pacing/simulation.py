@@ -188,7 +188,7 @@ class Simulation:
         if self.running or not self.ready:
             return
         now_ns = int(self.now * MS)
-        until_ns = self.coalescer.wait_until(now_ns) if all(client.k for client in self.ready) else now_ns
+        until_ns = self.coalescer.wait_until(now_ns, has_others=not all(client.k for client in self.ready))
         if until_ns > now_ns:
             self.at((until_ns + 1000) / MS, self.step)
             return
@@ -219,7 +219,7 @@ class Simulation:
             if not client.closed:
                 self.commit(client, timings, begun)
         num_tokens = num_left - sum(client.remaining for client in batch)
-        self.coalescer.step_ended(num_rounds, num_tokens, int(self.now * MS))
+        self.coalescer.step_ended(num_rounds, num_tokens, int(self.now * MS), timings.forward_ns + timings.verify_ns)
         self.at(self.now + 0.05, self.step)
 
     def commit(self, client: Client, timings: RoundTimings, begun: float) -> None:

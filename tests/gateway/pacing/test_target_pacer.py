@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.pacing.pace import FixedPace
-from gateway.pacing.round_times import WINDOW_NS
 from gateway.pacing.stats import Mode
-from gateway.pacing.target_pacer import MAX_DRAFTERS, TRIAL_WINDOWS, TargetPacer
+from gateway.pacing.target_pacer import MAX_DRAFTERS, TargetPacer
 from specdec.types import RoundTimings, Verdict
 from tests.gateway.pacing.simulation import Simulation, World, adaptive, fixed, plain
 
@@ -142,10 +141,11 @@ def test_easy_after_hard_and_hard_after_easy():
         speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
         hard += speeds[2::2]
         easy += speeds[1::2]
-    # Hard phases begin with rounds, as easy ones ended. Texts that are given up sooner gain less once they are easy.
-    assert min(hard) > 0.9  # 0.94 to 0.99 with 20 seeds
-    assert sum(hard) > 0.95 * len(hard)  # 0.965, 0.971, 0.976
-    assert sum(easy) > 1.3 * len(easy)  # 1.57, 1.47, 1.40
+    # Hard phases begin with rounds, as easy ones ended. Texts that are given up sooner gain less once they are easy:
+    # with half of the weight on what is usual, hard phases are at 0.97 and easy ones at 1.31.
+    assert min(hard) > 0.88  # 0.91 to 0.94
+    assert sum(hard) > 0.92 * len(hard)  # 0.941
+    assert sum(easy) > 1.3 * len(easy)  # 1.64
 
 
 def test_pauses_between_requests_do_not_start_the_search_anew():
@@ -203,13 +203,14 @@ def test_a_draft_that_gets_better_is_found():
 
 def test_trials_of_a_bad_draft_are_rare():
     simulation = Simulation(world("large", 0.0, 4), adaptive)
-    simulation.run(10.0)
-    begun = len(simulation.ks)
-    tokens = simulation.run(40.0) * 40.0
-    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens  # 0.033, 0.044, 0.033
     stats = simulation.pacer.stats
+    simulation.run(10.0)
+    begun, tried_s, busy_s = len(simulation.ks), stats.trial_s, stats.busy_s
+    tokens = simulation.run(40.0) * 40.0
+    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens  # 0.077, 0.077, 0.076
     assert stats.num_trials[Mode.SPECULATIVE] > 0
-    assert stats.trial_loss_s < 0.02 * stats.busy_s  # 0.010, 0.011, 0.010
+    # 0.029, 0.041, 0.041, while the pauses still grow; each trial loses half of its time.
+    assert stats.trial_s - tried_s < 0.05 * (stats.busy_s - busy_s)
 
 
 def verdict(num_accepted=0, num_draft_tokens=0, token_id=1):
@@ -245,13 +246,14 @@ def test_a_session_that_may_not_draft_is_measured_but_not_counted():
     for step in range(50):
         assert pace.num_draft_tokens(1000, step * 10 * MS) == 0
         pace.record(verdict(), 0, step * 10 * MS)
-    assert pacer.drafter_pacer().times.plain_ns == pytest.approx(10 * MS)
+    assert pacer.drafter_pacer().times.is_measured
     assert (pacer.stats.num_verdicts[Mode.PLAIN], pacer.stats.busy_s) == (0, 0.0)
 
 
-def test_a_trial_that_its_sessions_have_left_is_over_for_the_next_one():
+def test_a_trial_that_its_sessions_have_left_goes_on_with_the_next_ones():
+    """Its length is session time: a pause between requests neither lengthens nor ends it."""
     pacer, now = TargetPacer(), 0
-    drafter = pacer.drafter_pacer()
+    times = pacer.drafter_pacer().times
 
     def decode(pace):
         nonlocal now
@@ -261,14 +263,15 @@ def test_a_trial_that_its_sessions_have_left_is_over_for_the_next_one():
         return k
 
     pace = pacer.session(4)
-    while drafter.trial is not Mode.PLAIN:
+    while times.trial is not Mode.SPECULATIVE:
         decode(pace)
     pace.leave()
-    begun, pace = now, pacer.session(4)
-    assert decode(pace) == 0, "the trial goes on"
-    pace.leave()
-    now = begun + 2 * TRIAL_WINDOWS * WINDOW_NS
-    assert decode(pacer.session(4)) == 4
+    now += 3600 * 1000 * MS
+    pace = pacer.session(4)
+    while times.trial is Mode.SPECULATIVE:
+        assert decode(pace) == 4
+    assert pacer.stats.trial_s < 0.1
+    assert pacer.stats.num_trials == {Mode.PLAIN: 0, Mode.SPECULATIVE: 1}
 
 
 def test_drafters_are_measured_apart():

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
     assert deployment.draft.speculative.method == "eagle3"
     assert deployment.draft.target_model == TARGET
     assert f"--target-model {TARGET}" in " ".join(services_of(deployment, SOCKETS)[1].arguments)
+
+
+def test_a_draft_model_that_reads_states_is_told_too(tmp_path: Path) -> None:
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    for target in (None, TARGET):
+        deployment = deploy("python-12m", "-sc", json.dumps({"model": str(tmp_path)}))
+        assert deployment.draft is not None
+        assert deployment.draft.speculative.method == "draft_model"
+        assert deployment.draft.target_model == target
+        (tmp_path / "warp_model.bin").touch()
 
 
 def test_the_other_flags_reach_their_settings() -> None:

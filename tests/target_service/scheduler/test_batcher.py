@@ -138,7 +138,9 @@ async def test_cancelled_while_prefilling(start_core):
         assert len(watch.batches) <= 3
 
 
-async def test_closed_while_its_round_is_in_flight(start_core, plain):
+async def test_closed_while_its_round_is_in_flight(start_core, plain, monkeypatch):
+    left = []
+    monkeypatch.setattr(round_coalescer.RoundCoalescer, "left", lambda *args: left.append(args[1]))
     async with start_core() as core:
         other = await core.open(make_spec(make_prompt(1), 20))
         session = await core.open(make_spec(make_prompt(0), 20))
@@ -154,6 +156,7 @@ async def test_closed_while_its_round_is_in_flight(start_core, plain):
             await round_
         await session.close()
         assert core.engine.pool.used_blocks < in_use
+        assert not left, "steps would wait for its next round"
         watch.delay_s = 0
         again = await core.open(make_spec(make_prompt(0), 20))
         assert again.opened.num_cached_tokens == 11

@@ -82,6 +82,27 @@ def test_a_session_is_expected_for_a_while_after_its_verdict():
         assert not coalescer.expects(now_ns + 10 * turnaround_ms * MS)
 
 
+@pytest.mark.parametrize(("step_ms", "waits"), [(8, False), (20, True)])
+def test_others_that_are_ready_wait_for_a_share_of_a_step(step_ms, waits):
+    coalescer, now_ns = taught()
+    coalescer.step_ended(0, 1, now_ns, step_ms * MS)
+    coalescer.left("a", now_ns)
+    assert coalescer.wait_until(now_ns) > now_ns
+    assert (coalescer.wait_until(now_ns, has_others=True) > now_ns) is waits
+
+
+@pytest.mark.parametrize(
+    ("due_ms", "num_ready", "until_ms"),
+    [((5,), 1, 5), ((6,), 1, 0), ((5,), 2, 0), ((2, 9), 2, 2), ((5, 3), 2, 5), ((1, 2, 3, 9), 8, 0)],
+)
+def test_a_step_waits_for_chains_that_are_due(due_ms, num_ready, until_ms):
+    """Half a step of 10 ms at most, times the share of the sessions that get one."""
+    coalescer = RoundCoalescer()
+    coalescer.step_ended(0, 1, 0, 10 * MS)
+    due_ns = [7 * MS + due * MS for due in due_ms]
+    assert coalescer.wait_for_chains(due_ns, num_ready, 7 * MS) == (7 + until_ms) * MS
+
+
 def test_steps_without_sessions_that_draft_are_no_window():
     coalescer = RoundCoalescer()
     for now_ns in range(100):
@@ -96,14 +117,17 @@ def test_steps_without_sessions_that_draft_are_no_window():
 
 
 class Always(RoundCoalescer):
-    """Waits in every window."""
+    """Waits in every window, whoever is ready."""
+
+    def wait_until(self, now_ns, *, has_others=False):
+        return super().wait_until(now_ns)
 
     def step_ended(self, *_):
         pass
 
 
 class Never(Always):
-    def wait_until(self, now_ns):
+    def wait_until(self, now_ns, *, has_others=False):
         return now_ns
 
 
@@ -120,10 +144,10 @@ def speed(coalescer, world, *, after=None, num_tokens=20_000):
         if done >= num_tokens:
             world, after, done, start_ns = after, None, 0, now_ns
         while coming and coming[0][0] <= now_ns:
-            _, _, session = heapq.heappop(coming)
-            coalescer.came(session, now_ns)
+            came_ns, _, session = heapq.heappop(coming)
+            coalescer.came(session, came_ns)
             ready.add(session)
-        until_ns = now_ns if num_plain or not ready else coalescer.wait_until(now_ns)
+        until_ns = coalescer.wait_until(now_ns, has_others=num_plain > 0) if ready or num_plain else now_ns
         if not ready and not num_plain:
             now_ns = coming[0][0]
             continue
@@ -132,16 +156,16 @@ def speed(coalescer, world, *, after=None, num_tokens=20_000):
             continue
         coalescer.step_begins()
         batch, ready = ready, set()
-        now_ns += int(
-            (world["fixed_ms"] + world["row_ms"] * (5 * len(batch) + num_plain)) * rng.lognormvariate(0, 0.1) * MS
-        )
+        step_ms = world["fixed_ms"] + world["row_ms"] * (5 * len(batch) + num_plain)
+        step_ns = int(step_ms * rng.lognormvariate(0, 0.1) * MS)
+        now_ns += step_ns
         tokens = sum(rng.choice((1, 2, 3, 4, 5)) for _ in batch) + num_plain
         done += tokens
         for session in sorted(batch):
             coalescer.left(session, now_ns)
             order += 1
             heapq.heappush(coming, (now_ns + int(world["draft_ms"] * rng.lognormvariate(0, 0.2) * MS), order, session))
-        coalescer.step_ended(len(batch), tokens, now_ns)
+        coalescer.step_ended(len(batch), tokens, now_ns, step_ns)
     return done / (now_ns - start_ns) * MS
 
 
@@ -152,6 +176,13 @@ WORLDS = {
     "a slow draft": {"fixed_ms": 2, "row_ms": 0.05, "draft_ms": 30},
     "two sessions": {"fixed_ms": 5, "row_ms": 0.1, "draft_ms": 6, "num_sessions": 2},
     "others decode plainly": {"fixed_ms": 3, "row_ms": 0.1, "draft_ms": 8, "num_sessions": 4, "num_plain": 8},
+    "others decode plainly, in long steps": {
+        "fixed_ms": 28,
+        "row_ms": 0,
+        "draft_ms": 3,
+        "num_sessions": 7,
+        "num_plain": 1,
+    },
 }
 
 

@@ -51,11 +51,20 @@ def test_a_chain_grows_and_is_used_up() -> None:
 def test_a_token_that_differs_ends_a_chain_and_the_next_number_begins_another() -> None:
     reader = Reader()
     reader.take(START, (1, 2, 3))
-    reader.commit(1, 9)
+    assert reader.chain.over_len is None
+    reader.commit(1, 9, 9)
+    assert reader.chain.over_len == START + 2
     assert reader.chain.token_ids == ()
     assert not reader.take(START + 3, (4,))  # sent before the draft heard of it
     assert reader.chain.token_ids == ()
-    assert reader.take(START + 2, (7, 8), number=2)
+    assert reader.take(START + 2, (9, 8, 7), number=2)
+    assert reader.chain.over_len is None
+    reader.commit(4)
+    assert reader.chain.over_len == START + 4
+    reader.commit(5, 6)
+    assert reader.take(START + 4, (5, 7, 8), number=3)
+    assert reader.chain.over_len == START + 6
+    assert reader.take(START + 6, (7, 8), number=4)
     assert reader.chain.token_ids == (7, 8)
 
 
@@ -86,12 +95,13 @@ def test_a_stream_has_no_q_no_trees_and_an_end() -> None:
 
 def test_how_much_is_verified_depends_on_no_token_that_is_not_committed() -> None:
     """Every stream of four tokens of two, cut into proposals and mixed with verdicts in every way: two streams that
-    agree in what was committed by then (of a later token either knows nothing) have as many tokens to verify.
+    agree in what was committed by then (of a later token either knows nothing) have as many tokens to verify, and are
+    waited for alike.
     """
     length = 4
     for text in product((0, 1), repeat=length):
         for events in product("pv", repeat=length + 2):  # a proposal of one token comes, or a verdict of one
-            counts: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+            counts: dict[tuple[int, tuple[int, ...]], set[tuple[int, int | None]]] = {}
             for stream in product((0, 1), repeat=length):
                 reader, sent = Reader(), 0
                 for number, event in enumerate(events):
@@ -101,5 +111,5 @@ def test_how_much_is_verified_depends_on_no_token_that_is_not_committed() -> Non
                     elif event == "v" and len(reader.committed) < length:
                         reader.commit(text[len(reader.committed)])
                     past = stream[: len(reader.committed)]
-                    counts.setdefault((number, past), set()).add(len(reader.chain.token_ids))
+                    counts.setdefault((number, past), set()).add((len(reader.chain.token_ids), reader.chain.over_len))
             assert all(len(found) == 1 for found in counts.values())

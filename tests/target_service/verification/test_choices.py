@@ -19,7 +19,7 @@ from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from target_service.verification import verifier
-from target_service.verification.captured import GpuVerdicts
+from target_service.verification.captured import GpuVerdicts, Kind
 from target_service.verification.rounds import Round
 from target_service.verification.tensor_verifier import verify_with_tensors
 from target_service.verification.verifier import Verifier, checked
@@ -47,9 +47,13 @@ def rounds_of(generator: torch.Generator) -> list[Round]:
         parents = tuple(random_tree(count, i)) if i % 2 and count else ()
         logprobs = 2 if i % 4 == 1 else None
         levels = torch.randint(64, (count, 4), generator=generator).numpy()
-        has_q = i % 4 == 2 and not parents and i < 2 * len(PARAMS)
-        q_rows = tuple(pack(np.arange(4), own) for own in levels) if has_q else ()
-        rounds.append(Round(state, list(Rule)[i // len(PARAMS)], row, drafts, q_rows, logprobs, parents))
+        has_q = i % 4 >= 2 and i < 2 * len(PARAMS)
+        num_q = len(set(parents)) if parents else count
+        q_rows = tuple(pack(np.arange(4), own) for own in levels[:num_q]) if has_q else ()
+        masks = None
+        if i % 5 > 2:
+            masks = torch.randint(-(2**31), 2**31, (count + 1, V // 32 + 1), generator=generator).int()
+        rounds.append(Round(state, list(Rule)[i // len(PARAMS)], row, drafts, q_rows, logprobs, parents, masks=masks))
         row += count + 1
     return rounds
 
@@ -91,6 +95,8 @@ def test_they_decide_as_tensors_do(seed: int, with_graphs: bool, monkeypatch: py
     assert kinds == (
         {(rule, bool(x)) for rule in Rule for x in (0, 1)} - {(Rule.COUPLED, False)} if with_graphs else set()
     )
+    assert {shape.num_siblings for shape in on_gpu.shapes} == ({0, 4} if with_graphs else set())
+    assert all(on_gpu.kind(r) is not None for r in rounds) is with_graphs
 
 
 def test_of_equal_logits_the_first_is_chosen() -> None:
@@ -135,7 +141,7 @@ def test_without_memory_for_graphs_tensors_decide(monkeypatch: pytest.MonkeyPatc
         assert verify_with_tensors(logits, some, on_gpu=on_gpu) == verify_with_tensors(logits, some)
     assert len(tried) == 2
     monkeypatch.setattr(distribution, "MAX_NUMBERS", V)  # not one round fits
-    assert GpuVerdicts(None, rerun, DEVICE).decide((Rule.BLOCK, False), logits, rounds) is None
+    assert GpuVerdicts(None, rerun, DEVICE).decide(Kind(Rule.BLOCK), logits, rounds) is None
 
 
 class Faulty(GpuVerdicts):

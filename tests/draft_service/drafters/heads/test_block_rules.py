@@ -111,7 +111,7 @@ async def start_head():
         )
         thread = DeviceThread()
         blocks = await thread.run(lambda: PagedBlocks(head, model, 64, num_tokens=3, least_confidence=least))
-        drafter = OnStates(LoadedHead(head, torch.device("cpu"), model, info), blocks, thread, settings)
+        drafter = OnStates(LoadedHead(head, torch.device("cpu"), model, info, lambda: head), blocks, thread, settings)
         started.append(drafter)
         return drafter
 
@@ -124,12 +124,17 @@ async def start_head():
     ("kind", "rule", "in_torch"),
     [
         ("dflash", Rule.TOKEN, False),
-        ("dflash", Rule.BLOCK, True),
         ("dflash2", Rule.BLOCK, False),
-        ("vanilla", Rule.BLOCK, False),
-        ("gated", Rule.TOKEN, False),
         ("rnn", Rule.TOKEN, True),
-        ("rnn", Rule.BLOCK, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("dflash", Rule.BLOCK, True),
+                ("vanilla", Rule.BLOCK, False),
+                ("gated", Rule.TOKEN, False),
+                ("rnn", Rule.BLOCK, False),
+            ]
+        ),
     ],
 )
 async def test_ratio_rules_keep_the_targets_distribution(start_head, spec, kind, rule, in_torch):
@@ -171,7 +176,7 @@ def lengths(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+@pytest.mark.parametrize("rule", [pytest.param(Rule.TOKEN, marks=pytest.mark.exhaustive), Rule.BLOCK])
 async def test_chains_that_end_before_an_unsure_token(start_head, spec, lengths, rule):
     head = await start_head("rnn", 0.5, in_torch=rule is Rule.TOKEN)
     texts = await counted.texts_of(head, partial(spec, max_tokens=24), rule, 2000)
@@ -193,8 +198,15 @@ async def test_chains_that_end_at_the_token_that_was_drawn_are_noticed(start_hea
     assert counted.p_value(texts) < 1e-9
 
 
-@pytest.mark.parametrize("in_torch", [True, False])
-@pytest.mark.parametrize("case", [*((kind, 256) for kind in HEADS), ("gated", 3)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "in_torch"),
+    [  # each head in one of the two ways, and in both in the exhaustive run
+        pytest.param(case, in_torch, marks=() if i % 2 == in_torch else pytest.mark.exhaustive)
+        for i, case in enumerate([*((kind, 256) for kind in HEADS), ("gated", 3)])
+        for in_torch in (False, True)
+    ],
+    ids=str,
+)
 async def test_rows_are_what_tokens_were_drawn_from(start_head, spec, monkeypatch, case, in_torch):
     """χ² of the second token, for each first one; no other than a candidate is drafted."""
     kind, num_candidates = case

@@ -15,14 +15,17 @@ import pytest
 import torch
 
 from draft_service.drafters.heads import misread
-from draft_service.drafters.heads.base import LoadedHead
+from draft_service.drafters.heads.base import LoadedHead, load_head
 from draft_service.drafters.heads.misread import FirstText, GreedyDrafts
 from engine.device_thread import DeviceThread
 from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
 from engine.heads.files.checkpoint import read_head
 from engine.heads.head import DraftHead
+from engine.heads.mtp import MtpHead
+from engine.native.linears import NativeLinear
+from engine.native.rounded import Int8Linear
 from specdec.params import SamplingParams
-from specdec.settings import ModelSettings
+from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 from tests.engine.heads.mtp_targets import write_mtp_target
 from tests.engine.heads.random_heads import VOCAB, eagle3, layer_config, shaken
@@ -56,7 +59,7 @@ def foreseen_text(head: DraftHead) -> FirstText:
     """A text that the head foresees, and random states."""
     model = ModelSettings(model="head", device="cpu")
     info = ModelInfo(name="head", architecture="", vocab_size=VOCAB, max_model_len=512, method=head.method)
-    text = FirstText(LoadedHead(head, torch.device("cpu"), model, info), "target")
+    text = FirstText(LoadedHead(head, torch.device("cpu"), model, info, lambda: head))
     width = int(head.num_features)  # type: ignore[arg-type]
     features = torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(3))
     text.states = [HiddenStates(0, width, "float32", features.numpy().tobytes())]
@@ -80,14 +83,11 @@ CASES: dict[str, tuple[Callable[[Path], DraftHead], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_setting_that_is_wrong_is_named(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_setting_that_is_wrong_is_named(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, wrong, words = CASES[case]
     head = make(tmp_path)
     text = foreseen_text(head)
 
-    monkeypatch.setattr(misread, "read_head", lambda *_, **__: head)
     thread = DeviceThread()
 
     async def explained() -> str:
@@ -104,7 +104,7 @@ async def test_a_setting_that_is_wrong_is_named(
     assert all(getattr(head.config, name) == value for name, value in wrong.items()), "what was tried is undone"
 
 
-def test_the_first_greedy_text_with_few_accepted_tokens_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_greedy_text_with_few_accepted_tokens_is_looked_into() -> None:
     text, (one, other) = foreseen_text(dflash()), (object(), object())
     spec = SessionSpec(session_id="s", token_ids=(1, 2), prompt_len=2, params=SamplingParams(temperature=0.0))
 
@@ -126,3 +126,25 @@ def test_the_first_greedy_text_with_few_accepted_tokens_is_looked_into(monkeypat
     assert not run(0), "once is enough"
     text.is_over = False
     assert not run(3)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_head_is_read_again_as_it_serves(tmp_path: Path, quantization: str | None) -> None:
+    """With the tokens it may draft alone, and with rounded weights; packed, so that measuring is quick."""
+    write_mtp_target(tmp_path, "mimo")
+    (tmp_path / "ids.json").write_text(str(list(range(0, VOCAB, 2))))
+    options = {"method": "mtp", "model": str(tmp_path), "draft_vocab": str(tmp_path / "ids.json")}
+    model = ModelSettings(model=str(tmp_path), device="cpu", num_threads=1, quantization=quantization)
+    settings = DraftSettings(speculative=SpeculativeSettings(**options), model=model, target_model=str(tmp_path))
+    loaded = load_head(settings)
+    again = loaded.read()
+    assert isinstance(loaded.head, MtpHead)
+    assert isinstance(again, MtpHead)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        served = loaded.head.to_target_logits(loaded.head.logits(x))
+        measured = again.to_target_logits(again.logits(x))
+    assert measured.isneginf().sum() == 5 * (VOCAB // 2)
+    assert isinstance(loaded.head.layers[0].eh_proj, Int8Linear) == (quantization == "int8")
+    assert isinstance(again.layers[0].eh_proj, NativeLinear)
+    torch.testing.assert_close(measured, served, atol=1e-1, rtol=1e-1)
