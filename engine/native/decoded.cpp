@@ -34,7 +34,7 @@ inline Vec meaning(const GroupedHeader& header, UVec words, int byte, bool upper
   const UVec codes = words >> (8 * byte) & 255;
   if constexpr (Bits == 4) return look_up(header.values, upper ? codes >> 4 : codes & 15);
   if constexpr (Float8) return float8(codes);
-  return __builtin_convertvector((IVec)codes - kShift, Vec);
+  return __builtin_convertvector(kShift ? (IVec)codes - kShift : (IVec)(codes << 24) >> 24, Vec);
 }
 
 // Numbers of inputs k, k + 1, … of kLanes columns go to their place in a panel.

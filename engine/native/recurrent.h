@@ -65,6 +65,12 @@ void keep_records(const StatePlan& plan, const Part (&parts)[kParts], Team& team
 
 inline int lanes_left(int64_t left) { return int(left < kLanes ? left : kLanes); }
 
+// Rows of a prompt lie in pages of their own, where the processor does not look ahead by itself: this many are fetched.
+constexpr int64_t kRowsAhead = 4;
+inline void fetch(const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) __builtin_prefetch(from + i);
+}
+
 // to[0 … n) = from * scale, and zeros up to a whole vector.
 inline void scale_row(const float* from, int64_t n, float scale, float* to) {
   for (int64_t i = 0; i < n; i += kLanes) store(to + i, load_part(from + i, lanes_left(n - i)) * scale);
@@ -117,12 +123,19 @@ struct DeltaRule {
   float* out;  // rows of [heads, value_dim]
   int64_t out_stride;
 
-  static int64_t own_floats(int64_t key_dim) { return (kBlocks * kLanes + 3) * round_up(key_dim, kLanes); }
+  // A tile of the state, and keys, queries and decays of two rows.
+  static int64_t own_floats(int64_t key_dim) { return (kBlocks * kLanes + 6) * round_up(key_dim, kLanes); }
   int64_t step() const { return value_dim <= kLanes ? kLanes : kBlocks * kLanes; }
   int64_t num_parts() const { return (value_dim + step() - 1) / step(); }
   void run_part(int64_t s, int64_t head, int64_t part, float* own) const {
     step() == kLanes ? run<1>(s, head, part * kLanes, own) : run<kBlocks>(s, head, part * step(), own);
   }
+
+ private:
+  // A row as its head reads it.
+  struct Row {
+    float *key, *query, *decay;
+  };
 
   template <int kWidth>
   void fold(const Tile<kWidth>& tile, const float* k, const float* decay, const Vec (&delta)[kWidth]) const {
@@ -135,77 +148,96 @@ struct DeltaRule {
     }
   }
 
+  // One pass over the state: what a row writes and asks (`now`), then what the next one decays and knows.
+  template <bool kWrites, bool kReads, int kWidth>
+  void go_on(const Tile<kWidth>& tile, const Row& now, const Vec (&delta)[kWidth], Vec (&answer)[kWidth], const Row& next,
+             Vec (&known)[kWidth]) const {
+    for (int b = 0; b < kWidth; b++) answer[b] = known[b] = Vec{};
+    for (int64_t r = 0; r < key_dim; r++)
+      for (int b = 0; b < kWidth; b++) {
+        Vec state = load(tile.at(r, b));
+        if (kWrites) {
+          state = fma(splat(now.key[r]), delta[b], state);
+          answer[b] = fma(state, splat(now.query[r]), answer[b]);
+        }
+        if (kReads) {
+          state *= next.decay[decays_channels ? r : 0];
+          known[b] = fma(state, splat(next.key[r]), known[b]);
+        }
+        store(tile.at(r, b), state);
+      }
+  }
+
+  // Prepares a row. Every task of a head needs its decays, and every head of a key that key: one of them `keeps` both.
+  void prepare(int64_t row, int64_t head, bool keeps, const Row& to) const {
+    const int64_t group = heads / key_heads, key_head = head / group, decay_width = decays_channels ? key_dim : 1;
+    const float root = std::sqrt(float(key_dim));
+    const float *row_key = key.at(row, key_head), *row_query = query.at(row, key_head), *g = log_decay.at(row, head);
+    scale_row(row_key, key_dim, is_normalised ? 1.0f : norm_scale(row_key, key_dim), to.key);
+    scale_row(row_query, key_dim, is_normalised ? 1.0f : norm_scale(row_query, key_dim), to.query);
+    for (int64_t i = 0; i < key_dim; i += kLanes) store(to.query + i, load(to.query + i) / root);
+    for (int64_t i = 0; i < decay_width; i += kLanes)
+      store(to.decay + i, exp(load_part(g + i, lanes_left(decay_width - i))));
+    if (!keeps) return;
+    std::memcpy(decays.of_row(row) + head * decay_width, to.decay, size_t(decay_width) * sizeof(float));
+    if (head % group == 0) std::memcpy(keys.of_row(row) + key_head * key_dim, to.key, size_t(key_dim) * sizeof(float));
+  }
+
   // Some columns of one head's state, for all entries of a sequence.
   template <int kWidth>
   void run(int64_t s, int64_t head, int64_t first, float* own) const {
     const Tile<kWidth> tile{own, key_dim, value_dim, first};
-    float* k = own + key_dim * kWidth * kLanes;
-    float *q = k + round_up(key_dim, kLanes), *decay = q + round_up(key_dim, kLanes);
-    const int64_t key_head = head / (heads / key_heads);
-    const float root = std::sqrt(float(key_dim));
+    float* at = own + key_dim * kWidth * kLanes;
+    const int64_t padded = round_up(key_dim, kLanes);
+    Row now{at, at + padded, at + 2 * padded}, next{at + 3 * padded, at + 4 * padded, at + 5 * padded};
+    const int64_t key_head = head / (heads / key_heads), decay_width = decays_channels ? key_dim : 1;
+    const int64_t start = plan.starts[s], end = plan.ends[s], kept = plan.new_bases[s];
     float* stored = state + (plan.slots[s] * heads + head) * key_dim * value_dim;
     plan.bases[s] ? tile.read(stored) : tile.clear();
-    const int64_t decay_width = decays_channels ? key_dim : 1;
-    Vec delta[kWidth];
-    for (int64_t e = plan.bases[s]; e < plan.starts[s]; e++) {
+    Vec delta[kWidth], answer[kWidth], known[kWidth];
+    for (int64_t e = plan.bases[s]; e < start; e++) {
       const int64_t place = plan.place(s, e);
-      const float* kept = deltas.of_place(place) + head * value_dim + first;
+      const float* record = deltas.of_place(place) + head * value_dim + first;
       for (int b = 0; b < kWidth; b++) {
         const int64_t left = value_dim - first - b * kLanes;
-        delta[b] = left > 0 ? load_part(kept + b * kLanes, lanes_left(left)) : Vec{};
+        delta[b] = left > 0 ? load_part(record + b * kLanes, lanes_left(left)) : Vec{};
       }
       fold<kWidth>(tile, keys.of_place(place) + key_head * key_dim, decays.of_place(place) + head * decay_width, delta);
-      if (e + 1 == plan.new_bases[s]) tile.write(stored);
+      if (e + 1 == kept) tile.write(stored);
     }
-    for (int64_t e = plan.starts[s]; e < plan.ends[s]; e++) {
+    bool is_read = false;  // whether the row's pass has begun with that of the row before
+    for (int64_t e = start; e < end; e++) {
       const int64_t row = plan.row(s, e);
-      const float *row_key = key.at(row, key_head), *row_query = query.at(row, key_head);
-      scale_row(row_key, key_dim, is_normalised ? 1.0f : norm_scale(row_key, key_dim), k);
-      scale_row(row_query, key_dim, is_normalised ? 1.0f : norm_scale(row_query, key_dim), q);
-      for (int64_t i = 0; i < key_dim; i += kLanes) store(q + i, load(q + i) / root);
-      const float* g = log_decay.at(row, head);
-      for (int64_t i = 0; i < decay_width; i += kLanes)
-        store(decay + i, exp(load_part(g + i, lanes_left(decay_width - i))));
-      // Every task of a head needs its decays, and every head of a key that key; one of them keeps it.
-      if (first == 0) {
-        std::memcpy(decays.of_row(row) + head * decay_width, decay, size_t(decay_width) * sizeof(float));
-        if (head % (heads / key_heads) == 0)
-          std::memcpy(keys.of_row(row) + key_head * key_dim, k, size_t(key_dim) * sizeof(float));
+      if (!is_read) {
+        prepare(row, head, first == 0 && e >= kept, now);
+        go_on<false, true>(tile, now, delta, answer, now, known);
       }
-      Vec known[kWidth] = {}, answer[kWidth] = {};
-      for (int64_t r = 0; r < key_dim; r++) {
-        const Vec er = splat(decay[decays_channels ? r : 0]), kr = splat(k[r]);
-        for (int b = 0; b < kWidth; b++) {
-          const Vec decayed = load(tile.at(r, b)) * er;
-          store(tile.at(r, b), decayed);
-          known[b] = fma(decayed, kr, known[b]);
-        }
+      if (e + kRowsAhead < end) {
+        fetch(query.at(row + kRowsAhead, key_head), key_dim);
+        fetch(key.at(row + kRowsAhead, key_head), key_dim);
+        fetch(value.at(row + kRowsAhead, head) + first, kWidth * kLanes);
       }
       const float* v = value.at(row, head) + first;
       const Vec rate = splat(beta[row * heads + head]);
       for (int b = 0; b < kWidth; b++) {
         const int64_t left = value_dim - first - b * kLanes;
-        if (left <= 0) {
-          delta[b] = Vec{};
-          continue;
-        }
-        delta[b] = (load_part(v + b * kLanes, lanes_left(left)) - known[b]) * rate;
-        store_part(deltas.of_row(row) + head * value_dim + first + b * kLanes, delta[b], lanes_left(left));
+        delta[b] = left > 0 ? (load_part(v + b * kLanes, lanes_left(left)) - known[b]) * rate : Vec{};
+        if (left > 0 && e >= kept)
+          store_part(deltas.of_row(row) + head * value_dim + first + b * kLanes, delta[b], lanes_left(left));
       }
-      for (int64_t r = 0; r < key_dim; r++) {
-        const Vec kr = splat(k[r]), qr = splat(q[r]);
-        for (int b = 0; b < kWidth; b++) {
-          const Vec written = fma(kr, delta[b], load(tile.at(r, b)));
-          store(tile.at(r, b), written);
-          answer[b] = fma(written, qr, answer[b]);
-        }
+      if ((is_read = e + 1 < end && e + 1 != kept)) {
+        prepare(row + 1, head, first == 0 && e + 1 >= kept, next);
+        go_on<true, true>(tile, now, delta, answer, next, known);
+        std::swap(now, next);
+      } else {
+        go_on<true, false>(tile, now, delta, answer, now, known);
       }
       float* to = out + row * out_stride + head * value_dim + first;
       for (int b = 0; b < kWidth; b++) {
         const int64_t left = value_dim - first - b * kLanes;
         if (left > 0) store_part(to + b * kLanes, answer[b], lanes_left(left));
       }
-      if (e + 1 == plan.new_bases[s]) tile.write(stored);
+      if (e + 1 == kept) tile.write(stored);
     }
   }
 };
@@ -220,60 +252,110 @@ struct Mamba2 {
   float* out;  // rows of [heads, dim]
   int64_t out_stride;
 
+  // Entries that one pass over the state runs, and rows of the state that it runs side by side.
+  static constexpr int kEntries = 4, kDims = 4;
+
+  // The state; of each entry what it writes, asks and adds, and what it answers.
   static int64_t own_floats(int64_t dim, int64_t size) {
-    return (dim + 2) * round_up(size, kLanes) + round_up(dim, kLanes);
+    return round_up(dim, kDims) * round_up(size, kLanes) + kEntries * 2 * (round_up(size, kLanes) + round_up(dim, kLanes));
   }
 
   // The state of one head, for all entries of a sequence.
   void run(int64_t s, int64_t head, float* own) const {
-    const int64_t width = round_up(size, kLanes), group = head / (heads / groups);
-    float *b_row = own + dim * width, *c_row = b_row + width, *x = c_row + width;
+    const int64_t width = round_up(size, kLanes), padded = round_up(dim, kLanes), group = head / (heads / groups);
+    const int64_t start = plan.starts[s], kept = plan.new_bases[s];
     float* stored = state + (plan.slots[s] * heads + head) * dim * size;
-    if (plan.bases[s])
-      for (int64_t p = 0; p < dim; p++) scale_row(stored + p * size, size, 1.0f, own + p * width);
-    else
-      std::memset(own, 0, size_t(dim) * width * sizeof(float));
-    auto keep = [&](int64_t end) {
-      if (end != plan.new_bases[s]) return;
-      for (int64_t p = 0; p < dim; p++) std::memcpy(stored + p * size, own + p * width, size_t(size) * sizeof(float));
-    };
-    for (int64_t e = plan.bases[s]; e < plan.starts[s]; e++) {
-      const int64_t place = plan.place(s, e);
-      scale_row(bs.of_place(place) + group * size, size, 1.0f, b_row);
-      const float* kept = inputs.of_place(place) + head * dim;
-      const Vec decay = splat(decays.of_place(place)[head]);
-      for (int64_t p = 0; p < dim; p++)
-        for (int64_t n = 0; n < width; n += kLanes) {
-          const Vec decayed = load(own + p * width + n) * decay;
-          store(own + p * width + n, fma(splat(kept[p]), load(b_row + n), decayed));
-        }
-      keep(e + 1);
+    std::memset(own, 0, size_t(own_floats(dim, size)) * sizeof(float));
+    for (int64_t p = 0; plan.bases[s] && p < dim; p++) scale_row(stored + p * size, size, 1.0f, own + p * width);
+    Entry entries[kEntries];
+    float* at = own + round_up(dim, kDims) * width;
+    for (Entry& entry : entries) {
+      entry.b = at, entry.c = at + width, entry.x = at + 2 * width, entry.y = entry.x + padded;
+      at = entry.y + padded;
     }
-    for (int64_t e = plan.starts[s]; e < plan.ends[s]; e++) {
-      const int64_t row = plan.row(s, e);
-      const float step = steps[row * heads + head], decay_of = exp_of(a[head] * step);
-      scale_row(b.at(row, group), size, 1.0f, b_row);
-      scale_row(c.at(row, group), size, 1.0f, c_row);
-      scale_row(input.at(row, head), dim, step, x);
-      decays.of_row(row)[head] = decay_of;
-      std::memcpy(inputs.of_row(row) + head * dim, x, size_t(dim) * sizeof(float));
-      if (head % (heads / groups) == 0)
-        std::memcpy(bs.of_row(row) + group * size, b_row, size_t(size) * sizeof(float));
-      const Vec decay = splat(decay_of);
-      const float* plain = input.at(row, head);
-      float* to = out + row * out_stride + head * dim;
-      for (int64_t p = 0; p < dim; p++) {
-        Vec answer{};
-        for (int64_t n = 0; n < width; n += kLanes) {
-          const Vec decayed = load(own + p * width + n) * decay;
-          const Vec written = fma(splat(x[p]), load(b_row + n), decayed);
-          store(own + p * width + n, written);
-          answer = fma(written, load(c_row + n), answer);
-        }
-        const float y = sum(answer);
-        to[p] = d ? y + d[head] * plain[p] : y;
+    for (int64_t e = plan.bases[s], count; e < plan.ends[s]; e += count) {
+      // What is stored, and where rows begin, lies between two passes.
+      const int64_t next = e < kept ? kept : plan.ends[s], left = (e < start ? std::min(start, next) : next) - e;
+      count = left < kEntries ? 1 : kEntries;
+      for (int64_t i = 0; i < count; i++) {
+        Entry& entry = entries[i];
+        e < start ? recall(s, e + i, head, group, entry) : prepare(s, e + i, head, group, entry);
       }
-      keep(e + 1);
+      if (e < start)
+        count == 1 ? go_on<1, false>(own, width, entries) : go_on<kEntries, false>(own, width, entries);
+      else
+        count == 1 ? go_on<1, true>(own, width, entries) : go_on<kEntries, true>(own, width, entries);
+      for (int64_t i = 0; e >= start && i < count; i++) answer(plan.row(s, e + i), head, entries[i]);
+      if (e + count == kept)
+        for (int64_t p = 0; p < dim; p++) std::memcpy(stored + p * size, own + p * width, size_t(size) * sizeof(float));
+    }
+  }
+
+ private:
+  struct Entry {
+    float *b, *c, *x, *y;  // [size], [size], [dim], [dim], each with zeros up to a whole vector
+    float decay;
+  };
+
+  // An entry whose record is kept.
+  void recall(int64_t s, int64_t e, int64_t head, int64_t group, Entry& to) const {
+    const int64_t place = plan.place(s, e);
+    scale_row(bs.of_place(place) + group * size, size, 1.0f, to.b);
+    scale_row(inputs.of_place(place) + head * dim, dim, 1.0f, to.x);
+    to.decay = decays.of_place(place)[head];
+  }
+
+  // A row, and its record where that will be kept.
+  void prepare(int64_t s, int64_t e, int64_t head, int64_t group, Entry& to) const {
+    const int64_t row = plan.row(s, e);
+    const float step = steps[row * heads + head];
+    if (e + kRowsAhead < plan.ends[s]) {
+      fetch(b.at(row + kRowsAhead, group), size);
+      fetch(c.at(row + kRowsAhead, group), size);
+      fetch(input.at(row + kRowsAhead, head), dim);
+    }
+    to.decay = exp_of(a[head] * step);
+    scale_row(b.at(row, group), size, 1.0f, to.b);
+    scale_row(c.at(row, group), size, 1.0f, to.c);
+    scale_row(input.at(row, head), dim, step, to.x);
+    if (e < plan.new_bases[s]) return;
+    decays.of_row(row)[head] = to.decay;
+    std::memcpy(inputs.of_row(row) + head * dim, to.x, size_t(dim) * sizeof(float));
+    if (head % (heads / groups) == 0)
+      std::memcpy(bs.of_row(row) + group * size, to.b, size_t(size) * sizeof(float));
+  }
+
+  // Some entries in turn. Each element of the state meets them in the order in which it would meet them one by one.
+  template <int kCount, bool kAnswers>
+  void go_on(float* own, int64_t width, const Entry (&entries)[kEntries]) const {
+    for (int64_t p = 0; p < dim; p += kDims) {
+      Vec answers[kCount * kDims] = {};
+      for (int64_t n = 0; n < width; n += kLanes) {
+        Vec states[kDims];
+        for (int i = 0; i < kDims; i++) states[i] = load(own + (p + i) * width + n);
+        for (int t = 0; t < kCount; t++) {
+          const Vec written = load(entries[t].b + n), asked = load(entries[t].c + n);
+          for (int i = 0; i < kDims; i++) {
+            states[i] = fma(splat(entries[t].x[p + i]), written, states[i] * entries[t].decay);
+            if (kAnswers) answers[t * kDims + i] = fma(states[i], asked, answers[t * kDims + i]);
+          }
+        }
+        for (int i = 0; i < kDims; i++) store(own + (p + i) * width + n, states[i]);
+      }
+      if (!kAnswers) continue;
+      float total[kCount * kDims];
+      sums(answers, total);
+      for (int t = 0; t < kCount; t++) std::memcpy(entries[t].y + p, total + t * kDims, kDims * sizeof(float));
+    }
+  }
+
+  void answer(int64_t row, int64_t head, const Entry& entry) const {
+    const float* plain = input.at(row, head);
+    float* to = out + row * out_stride + head * dim;
+    for (int64_t p = 0; p < dim; p += kLanes) {
+      const int lanes = lanes_left(dim - p);
+      const Vec y = load(entry.y + p);
+      store_part(to + p, d ? y + d[head] * load_part(plain + p, lanes) : y, lanes);
     }
   }
 };
@@ -306,6 +388,11 @@ struct Convolution {
     return as_stored<T>(factor ? x * load_part(factor + row * row_stride + channel, lanes) : x);
   }
 
+  void fetch_row(int64_t row, int64_t channel) const {
+    __builtin_prefetch(input + row * row_stride + channel);
+    __builtin_prefetch(out + row * out_stride + channel, 1);
+  }
+
   // Some channels, for all rows of a sequence.
   void run(const StatePlan& plan, int64_t s, int64_t part) const {
     const int64_t first = part * kStep, last = std::min(first + kStep, channels);
@@ -328,6 +415,7 @@ struct Convolution {
           total = total / (1.0f + exp(-total));
         }
         const int64_t row = plan.row(s, e);
+        if (e + kRowsAhead < end) fetch_row(row + kRowsAhead, c);
         if (gate) total *= load_part(gate + row * row_stride + c, lanes);
         store_part(out + row * out_stride + c, total, lanes);
       }

@@ -148,6 +148,25 @@ inline float largest(Vec v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// out[i] = sum(v[i]), to the bit.
+template <int kCount>
+inline void sums(const Vec (&v)[kCount], float* out) {
+#if defined(__AVX512F__)
+  if constexpr (kCount == 16) {  // the halves of two vectors, then of four, … side by side
+    __m512 a[8], b[4];
+    auto of = [&](int i) { return (__m512)v[4 * (i % 4) + i / 4]; };  // the order that comes out as `v` is
+    for (int i = 0; i < 8; i++)
+      a[i] = _mm512_shuffle_f32x4(of(2 * i), of(2 * i + 1), 0x44) + _mm512_shuffle_f32x4(of(2 * i), of(2 * i + 1), 0xee);
+    for (int i = 0; i < 4; i++)
+      b[i] = _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd);
+    for (int i = 0; i < 2; i++)
+      a[i] = _mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44) + _mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee);
+    return store(out, (Vec)(_mm512_shuffle_ps(a[0], a[1], 0x88) + _mm512_shuffle_ps(a[0], a[1], 0xdd)));
+  }
+#endif
+  for (int i = 0; i < kCount; i++) out[i] = sum(v[i]);
+}
+
 // e^x to 2 ulp, clamped to the range of normal floats (Cephes' expf).
 inline Vec exp(Vec x) {
   x = min(max(x, splat(-87.33654f)), splat(88.37626f));

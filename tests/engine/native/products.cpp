@@ -182,6 +182,7 @@ int main() {
                           {kFloat32, kGrouped, 8, 1 << 20},
                           {kBFloat16, kGrouped, 4, 64},
                           {kFloat32, kGrouped, 4, 32},
+                          {kFloat32, kDecoded, 8, 32, kWholeCodes},
                           {kFloat32, kDecoded, 4, 64, kRealCodes},
                           {kBFloat16, kDecoded, 8, 128, kFloat8Codes},
                           {kFloat32, kDecoded, 8, 1 << 20, kFloat8Codes}};
