@@ -60,8 +60,9 @@ def _glm() -> PretrainedConfig:
 def _nemotron() -> PretrainedConfig:
     sizes = {name: value for name, value in _SIZES.items() if name != "num_hidden_layers"}
     groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 16}
-    heads = {"head_dim": 8, "layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1}
-    return NemotronHConfig(**sizes, **_EXPERTS, **groups, **heads)
+    heads = {"head_dim": 8, "layers_block_type": ["linear_attention", "full_attention", "moe"]}
+    states = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
+    return NemotronHConfig(**sizes, **_EXPERTS, **groups, **heads, **states, num_nextn_predict_layers=1)
 
 
 #: A target's configuration by the family of its prediction layers.
