@@ -65,7 +65,7 @@ def new_token():
 
 def attach_process(stack, token, *arguments):
     return ServerProcess(
-        "tandem", "attach", "--server", stack.grpc_address, "--token", token, "--num-threads", "1", *arguments
+        "tandem", "attach", "--server", stack.grpc_address, f"--token={token}", "--num-threads", "1", *arguments
     )
 
 
