@@ -19,9 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tandem demo
 
-# Three workers, each with its own files: on two cores, two leave a third of the time unused. Prints the ten slowest tests.
-# Processes that tests start find their modules compiled.
-TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
+# Two workers, each with its own files; prints the ten slowest tests. Processes that tests start find their modules compiled.
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # TESTS="tests/gateway tests/specdec" runs a part of them.
 test: $(STAMP)

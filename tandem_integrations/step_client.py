@@ -32,6 +32,12 @@ MAX_RETRY_S: Final = 64.0
 #: Seconds after which one that was lost or refused the stream is called again: it costs a step nothing, because gRPC
 #: connects beside the steps.
 CALL_S: Final = 0.5
+#: What a service that is there answers to a stream it does not take. A call may look taken for a moment before that.
+REFUSED: Final = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 
 class Lost(Exception):
@@ -164,15 +170,15 @@ class StepClient:
         try:
             call.initial_metadata()  # comes when the service takes the stream, or when the call has failed
             if call.is_active():
-                self._refusal = ""
                 is_taken.set()
             for answer in call:
+                self._refusal = ""
                 answers.put(answer)
         except grpc.RpcError as error:
             details = _details(error)
             if error.code() is grpc.StatusCode.CANCELLED:  # by this side
                 logger.debug("the stream to %s was closed", self.address)
-            elif is_taken.is_set():
+            elif is_taken.is_set() and error.code() not in REFUSED:
                 logger.warning("the draft service %s was lost, nothing is drafted: %s", self.address, details)
             elif details != self._refusal:  # said once, though it is called again and again
                 self._refusal = details

@@ -14,9 +14,12 @@ MEMORY: Final = 5
 #: A window lasts this long and has this many verdicts of each session; shorter ones measure the machine's hiccups.
 WINDOW_NS: Final = 50_000_000
 WINDOW_VERDICTS: Final = 4
-#: Share of a window's session time that one mode must take to be measured. What the other one took is subtracted at
-#: its own price; where both take more, sessions miss each other's steps, which says nothing of either mode.
-PURE: Final = 0.8
+#: Share of a window's session time that rounds must take to be measured, and may take where plain tokens are. What the
+#: other mode took is subtracted at its own price; where both take more, sessions miss each other's steps, which says
+#: nothing of either mode. Few rounds slow down plain tokens more than they take themselves: with a fifth of the time,
+#: plain tokens of 8 sessions took twice as long, and rounds looked cheap.
+LEAST_ROUNDS: Final = 0.8
+MOST_ROUNDS: Final = 0.05
 #: A trial that was not measured ends after so many windows: sessions that decode many tokens on one request join late.
 TRIAL_WINDOWS: Final = 8
 #: The first trial is followed by its own length without one, each other one by more by this factor, until the bound on
@@ -41,7 +44,8 @@ class RoundTimes:
     carries both, the draft takes a core), the rounds are charged with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nearest: RoundTimes | None = None) -> None:
+        """At a load that was not seen, rounds cost what they do at the ``nearest`` one, and trials begin as late."""
         #: The mode that all sessions use at the moment, to measure it; None: each uses what is better for it.
         self.trial: Mode | None = None
         #: Nanoseconds in the latest window of each mode: of a plain token, of a round without drafted tokens.
@@ -50,10 +54,12 @@ class RoundTimes:
         self._mode: Mode | None = None
         #: Times of rounds without drafted tokens over those of plain tokens.
         self._ratios: deque[float] = deque(maxlen=MEMORY)
-        self._round_cost = FIRST_ROUND
-        #: Session time since both modes were compared, and in the latest trial; so many times as long is the pause.
-        self._since_ns = self._trial_ns = 0
-        self._pause = 0.0
+        self._round_cost = FIRST_ROUND if nearest is None else nearest._round_cost
+        #: Session time since both modes were compared, and in this trial.
+        self._since_ns = self._tried_ns = 0
+        #: Session time in the latest trial in which sessions took part; so many times as long is the pause.
+        self._trial_ns = 0 if nearest is None else nearest._trial_ns
+        self._pause = 0.0 if nearest is None else nearest._pause
         self._num_windows = 0
         self._clear()
 
@@ -78,7 +84,7 @@ class RoundTimes:
         else:
             self._num_plain += num_tokens
         if self.trial is not None and may_draft:
-            self._trial_ns += cycle_ns
+            self._tried_ns += cycle_ns
         is_long = not self.is_measured or self._total_ns >= WINDOW_NS * num_sessions
         is_over = is_long and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
         if is_over:
@@ -91,10 +97,10 @@ class RoundTimes:
     def _measure(self) -> Mode | None:
         """Take up what the window measured; None: nothing."""
         share, plain_ns = self._round_ns / self._total_ns, self._ns.get(Mode.PLAIN, 0.0)
-        if share <= 1.0 - PURE and self._num_plain:
+        if share <= MOST_ROUNDS and self._num_plain:
             mode, count = Mode.PLAIN, float(self._num_plain)
             others_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
-        elif share >= PURE and plain_ns:
+        elif share >= LEAST_ROUNDS and plain_ns:
             mode, count = Mode.SPECULATIVE, self._num_rounds
             others_ns = self._num_plain * plain_ns
         else:
@@ -118,9 +124,10 @@ class RoundTimes:
             if mode is self.trial or self._num_windows >= TRIAL_WINDOWS:
                 self.trial = None
                 self._since_ns = 0
+                self._trial_ns = self._tried_ns or self._trial_ns
         elif self._mode is not None and self._since_ns >= self._pause * self._trial_ns:
             self.trial = Mode.SPECULATIVE if self._mode is Mode.PLAIN else Mode.PLAIN
-            self._num_windows = self._trial_ns = 0
+            self._num_windows = self._tried_ns = 0
 
     def _clear(self) -> None:
         self._total_ns = self._round_ns = self._num_verdicts = self._num_plain = 0

@@ -9,7 +9,7 @@ that comparison are measured: what a round and a plain token cost at this load
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from typing import Final
 
 from gateway.pacing.round_times import RoundTimes
@@ -59,7 +59,7 @@ class DrafterPacer:
         self.recent = deque((TextAcceptance(),), maxlen=RECENT_TEXTS)
         #: What is usual in them, and ``num_changes`` when it was.
         self._usual: tuple[int, list[float]] = (-1, [])
-        self._times: defaultdict[int, RoundTimes] = defaultdict(RoundTimes)
+        self._times: dict[int, RoundTimes] = {}
         #: Counts what may change the choice of sessions that decode plainly.
         self.num_changes = 0
 
@@ -67,6 +67,9 @@ class DrafterPacer:
     def times(self) -> RoundTimes:
         """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
         load = round(math.log2(max(self.target.num_sessions, 1)))
+        if load not in self._times:
+            nearest = min(self._times, key=lambda other: abs(other - load), default=None)
+            self._times[load] = RoundTimes(None if nearest is None else self._times[nearest])
         return self._times[load]
 
     def usual(self, num_tokens: int) -> list[float]:

@@ -50,9 +50,10 @@ def test_a_misread_head_is_reported_by_the_gateway_and_by_the_draft(stack: Stack
     [
         ({}, None),
         ({"norm_before_residual": True}, "Likely cause: a wrong norm: norm_before_residual is True"),
-        (
+        pytest.param(
             {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
             "Likely cause: its layer ids, which are off by one. On the hidden states [1, 3, 5], not [0, 2, 4]",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["as trained", "norm", "layers"],

@@ -108,14 +108,14 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
 SHARED_BYTES = 99 * 1024
 
 
-#: Compute capability, data type, heads, heads of keys, their size and that of values: two GPUs, two types.
+#: Compute capability, data type, heads, heads of keys, their size and that of values.
 SOME = """(
-    (90, torch.bfloat16, 16, 16, 192, 128),
-    (80, torch.float16, 32, 8, 128, 128),
+    (90, torch.bfloat16, 32, 8, 128, 128),
 )"""
 MORE = """(
+    (90, torch.bfloat16, 16, 16, 192, 128),
+    (80, torch.float16, 32, 8, 128, 128),
     (90, torch.float32, 32, 8, 128, 128),
-    (90, torch.bfloat16, 32, 8, 128, 128),
     (90, torch.bfloat16, 8, 4, 256, 256),
 )"""
 

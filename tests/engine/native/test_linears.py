@@ -159,7 +159,9 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
 
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
-@pytest.mark.parametrize("shape", [(300, 200), (5000, 130), (130, 7000)])
+@pytest.mark.parametrize(
+    "shape", [(300, 200), *(pytest.param(s, marks=pytest.mark.exhaustive) for s in [(5000, 130), (130, 7000)])]
+)
 def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int], dtype: torch.dtype, weights: Rounding) -> None:
     x = torch.randn(37, shape[0]).to(dtype)
     wanted = _pack(shape, dtype, 1, weights)[1](x)

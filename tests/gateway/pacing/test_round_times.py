@@ -99,7 +99,7 @@ def test_trials_follow_a_fresh_start_soon_and_become_rare():
     assert set(lasted[3:]) == {51}, "a trial that loses half of its time is a fiftieth of it"
 
 
-def test_a_trial_that_nobody_joins_ends_and_one_of_sessions_that_never_draft_costs_nothing():
+def test_a_trial_that_nobody_joins_ends_and_one_of_sessions_that_never_draft_is_followed_by_a_pause():
     times = started()
     for _ in range(TRIAL_WINDOWS):
         assert times.trial is Mode.SPECULATIVE
@@ -113,5 +113,29 @@ def test_a_trial_that_nobody_joins_ends_and_one_of_sessions_that_never_draft_cos
     for _ in range(TRIAL_WINDOWS):
         record(times, 2.0, may_draft=False)
     assert times.trial is None
+    record(times, 2.0, window_ms=4 * TRIAL_WINDOWS * WINDOW_MS - WINDOW_MS)
+    assert times.trial is None, "as late as after the trial before: sessions that may draft would begin with one"
     record(times, 2.0)
-    assert times.trial is Mode.SPECULATIVE, "nothing was lost, so the next one comes at once"
+    assert times.trial is Mode.SPECULATIVE
+
+
+def test_plain_tokens_beside_rounds_are_compared_with_nothing():
+    """They took four times as long beside a tenth of rounds; the round would look cheap."""
+    times = started()
+    rounds(times, 6.0)
+    for _ in range(6):
+        rounds(times, 5.0, window_ms=5)
+        record(times, 8.0, window_ms=45)
+    assert times.round_cost(4) == pytest.approx(3.0)
+
+
+def test_a_load_that_was_not_seen_is_like_the_nearest_one():
+    times = started()
+    rounds(times, 10.0)
+    times.pause(0.5)
+    other = RoundTimes(times)
+    assert other.round_cost(4) == times.round_cost(4) == pytest.approx(5.0)
+    record(other, 2.0)
+    assert other.trial is None, "no trial at once"
+    record(other, 2.0, window_ms=4 * WINDOW_MS)
+    assert other.trial is Mode.SPECULATIVE

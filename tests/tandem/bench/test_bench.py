@@ -63,6 +63,7 @@ def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.e2e
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("drafts_open_first")
 def test_a_target_that_pretends_is_marked_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"

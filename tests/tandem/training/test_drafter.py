@@ -72,8 +72,8 @@ def settings(target: Path, data: Path, tmp_path: Path) -> Callable[..., TrainSet
 @pytest.mark.parametrize(
     "method",
     [
-        *("eagle3", "mlp", "draft", "dspark"),
-        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eagle", "medusa", "dflash")),
+        *("eagle3", "mlp", "draft"),
+        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eagle", "medusa", "dflash", "dspark")),
     ],
 )
 def test_a_drafter_learns_and_loads(
