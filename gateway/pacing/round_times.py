@@ -54,12 +54,12 @@ class RoundTimes:
         self._mode: Mode | None = None
         #: Times of rounds without drafted tokens over those of plain tokens.
         self._ratios: deque[float] = deque(maxlen=MEMORY)
-        self._round_cost = FIRST_ROUND if nearest is None else nearest._round_cost
+        self._round_cost: float = FIRST_ROUND if nearest is None else nearest._round_cost
         #: Session time since both modes were compared, and in this trial.
         self._since_ns = self._tried_ns = 0
         #: Session time in the latest trial in which sessions took part; so many times as long is the pause.
-        self._trial_ns = 0 if nearest is None else nearest._trial_ns
-        self._pause = 0.0 if nearest is None else nearest._pause
+        self._trial_ns: int = 0 if nearest is None else nearest._trial_ns
+        self._pause: float = 0.0 if nearest is None else nearest._pause
         self._num_windows = 0
         self._clear()
 
