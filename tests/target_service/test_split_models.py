@@ -110,6 +110,7 @@ def results_of(folders: list[str], size: int, num_hosts: int) -> dict[str, Any]:
     return {line.pop("model"): line for line in map(json.loads, output.decode().splitlines())}
 
 
+@pytest.mark.exhaustive
 def test_split_models_in_graphs(folders: list[str]) -> None:
     """Ranks capture and replay in step, and where one of them cannot, none does."""
     result = results_of(["--graphs", folders[0]], 2, 1)["llama"]

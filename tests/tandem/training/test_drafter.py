@@ -182,6 +182,7 @@ def test_a_loss_that_is_no_number_ends_the_training(
         train_drafter(settings("medusa"))
 
 
+@pytest.mark.exhaustive
 def test_the_time_limit_ends_a_training_early(settings: Callable[..., TrainSettings]) -> None:
     short = {"max_minutes": 0.01, "num_rows": 16, "num_held_out_rows": 4}
     history = train_drafter(settings("mlp", num_steps=10**4, eval_steps=10**4, **short))
