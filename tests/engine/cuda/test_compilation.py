@@ -136,13 +136,20 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
-    for name, count in (("choose", 1), ("walk", 1), ("forbid", 1), ("multiply", 4)):
+    for name, count in (
+        ("choose", num_gpus),
+        ("walk", num_gpus),
+        ("forbid", num_gpus),
+        ("multiply", 4 * len(compiled)),
+    ):
         variants = {line[-1] for line in lines if line[2] == name}
-        assert len(variants) == count * num_gpus, "compiled once for any batch"
+        assert len(variants) == count, "compiled once for any batch"
     assert len({line[-1] for line in lines if line[2] == "round_rows"}) == 2
     joins = [line for line in lines if line[2] == "join"]
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
-    for *_, num_bytes, shared, _, _ in lines:
+    for capability, dtype, name, num_bytes, shared, *_ in lines:
         assert int(num_bytes) > 1000
-        assert int(shared) <= SHARED_BYTES
+        # Tiles of products that do not fit a GPU are not chosen there.
+        fits = [int(line[4]) <= SHARED_BYTES for line in lines if line[:3] == [capability, dtype, name]]
+        assert any(fits) if name == "multiply" else int(shared) <= SHARED_BYTES
