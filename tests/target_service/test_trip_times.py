@@ -66,16 +66,6 @@ def test_how_long_a_chain_takes_leaves_out_the_longest() -> None:
     assert (times.answer_ns, attached.answer_ns) == (30, 0)
 
 
-@pytest.mark.parametrize(("step_ns", "rest_ns"), [(1000, 30), (200, 0)])
-def test_the_rest_of_a_chain_is_waited_for_where_that_is_short(step_ns: int, rest_ns: int) -> None:
-    times = times_of(500, step_ns)
-    for answer_ns in (400, 500, 600):
-        assert times.rest_ns == 0
-        times.add_answer(answer_ns)
-        times.add_rest(answer_ns % 70 - 10)
-    assert times.rest_ns == rest_ns
-
-
 def test_a_proposal_that_is_held_up_makes_a_draft_far_away_for_a_while() -> None:
     times = times_of(10, 1000)
     assert times.patience_s is None, "nothing was waited for yet"
