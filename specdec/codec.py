@@ -328,6 +328,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
         asks_drafts=opened.asks_drafts,
         asks_remote_drafts=opened.asks_remote_drafts,
         asks_relayed_drafts=opened.asks_relayed_drafts,
+        wants_state_map=opened.wants_state_map,
     )
 
 
@@ -345,6 +346,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         asks_drafts=message.asks_drafts,
         asks_remote_drafts=message.asks_remote_drafts,
         asks_relayed_drafts=message.asks_relayed_drafts,
+        wants_state_map=message.wants_state_map,
     )
 
 
