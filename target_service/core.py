@@ -61,7 +61,7 @@ MAX_INLINE_NS: Final = 4_000_000
 class TargetCore:
     """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
 
-    #: What decides rounds; only a measurement has another.
+    #: What :meth:`start` has decide rounds; only a measurement has another.
     verifier_class: ClassVar[type[Verifier]] = Verifier
 
     def __init__(
@@ -69,19 +69,18 @@ class TargetCore:
         engine: Engine,
         device: DeviceThread,
         settings: TargetSettings,
+        verifier: Verifier,
         state_maps: Mapping[str, StateMap] | None = None,
-        verifier: Verifier | None = None,
     ) -> None:
-        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it.
-        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device. ``verifier``: one
-        that is warm, too.
+        """``engine`` and ``verifier`` are warm; the core owns them, and the engine's thread, from now on. Others may
+        read the engine. ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device.
         """
         scheduler = settings.scheduler
         self.engine = engine
         self._device = device
         self._settings = settings
         self._state_maps = StateMaps(state_maps or {}, settings.max_state_map_bytes)
-        self._verifier = verifier or self.verifier_class(num_threads=engine.num_threads)
+        self._verifier = verifier
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self.memory, self._fail)
@@ -137,7 +136,7 @@ class TargetCore:
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings, state_maps, verifier)
+        return cls(engine, device, settings, verifier, state_maps)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.

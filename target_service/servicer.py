@@ -89,11 +89,12 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             raise
         if (span := current_span()) is not None:
             _trace(span, session)
+        packs = request.open.packs_logprobs
         asks_drafts = context.peer().startswith("unix:")
         opened = replace(
             session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts, asks_relayed_drafts=True
         )
-        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
+        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened, packs_logprobs=packs)))
         verdicts = [session.first]
         requests = _Requests(core, session, writer, self._channels, self._trip_times if asks_drafts else None)
         reading = asyncio.create_task(requests.read(context), name="target-stream")
@@ -102,8 +103,8 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             while True:
                 until_ns = time.perf_counter_ns() + gather_time_ns(core.num_going_on, self._num_cores)
                 for verdict in verdicts[:-1]:
-                    writer.post(_response(writer, verdict))
-                await writer.send(_response(writer, verdicts[-1]))
+                    writer.post(_response(writer, verdict, packs_logprobs=packs))
+                await writer.send(_response(writer, verdicts[-1], packs_logprobs=packs))
                 verdicts = await session.receive_all(until_ns)
         except TandemError:
             if not reading.done():
@@ -152,14 +153,14 @@ def _pass_on(writer: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> N
         writer.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
 
 
-def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
+def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict, *, packs_logprobs: bool) -> pb.VerifyResponse:
     """A verdict as a message, once the hidden states that do not fit into it are sent."""
     if len(verdict.hidden_states) > 1:
         *earlier, last = verdict.hidden_states
         for states in earlier:
             _pass_on(writer, states)
         verdict = replace(verdict, hidden_states=(last,))
-    return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
+    return pb.VerifyResponse(verdict=codec.encode_verdict(verdict, packs_logprobs=packs_logprobs))
 
 
 class _Requests:

@@ -216,6 +216,7 @@ class OpenTargetSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
+    PACKS_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing."""
     epoch: _builtins.int
@@ -254,6 +255,8 @@ class OpenTargetSession(_message.Message):
     """Fingerprint of the head's first layer (ModelInfo.hidden_state_map): a target that has it sends what the layer makes of
     the states, another one the states themselves. Their num_features differ. Empty: the states themselves.
     """
+    packs_logprobs: _builtins.bool
+    """Log-probabilities may come packed (PositionLogprobs.packed_top), which older targets never do."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -297,10 +300,11 @@ class OpenTargetSession(_message.Message):
         cache_salt: _builtins.str = ...,
         hidden_state_dtype: _builtins.str = ...,
         hidden_state_map: _builtins.str = ...,
+        packs_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

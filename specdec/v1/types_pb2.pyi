@@ -476,6 +476,11 @@ class PositionLogprobs(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    PACKED_TOP_FIELD_NUMBER: _builtins.int
+    packed_top: _builtins.bytes
+    """In place of top, from a target to a gateway that asked for it: for each token its id, uint32, and its log-probability,
+    float32, little-endian.
+    """
     @_builtins.property
     def token(self) -> Global___TokenLogprob:
         """The token that stands at the position."""
@@ -489,10 +494,11 @@ class PositionLogprobs(_message.Message):
         *,
         token: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        packed_top: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["packed_top", b"packed_top", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

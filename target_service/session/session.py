@@ -10,11 +10,11 @@ from typing import Final, Protocol
 
 from engine.kv_pool import KVPool
 from specdec.errors import TandemError, Unavailable
+from specdec.logprobs import PositionLogprobs
 from specdec.types import (
     DraftedRound,
     FinishReason,
     HiddenStates,
-    PositionLogprobs,
     Proposal,
     SessionSpec,
     TargetOpened,

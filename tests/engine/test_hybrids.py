@@ -249,7 +249,7 @@ def test_the_check_at_load_finds_a_rollback_that_folds_too_much(
     name: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state after all rows of a pass is kept, rejected ones among them."""
-    monkeypatch.setattr(StateSlot, "base_after", lambda slot, length, num_rows: length + num_rows)
+    monkeypatch.setattr(StateSlot, "bases", lambda slot, length, num_rows: (slot.base, length + num_rows))
     monkeypatch.setattr(StateSlot, "reaches", lambda slot, length: True)
     with pytest.raises(ModelNotSupported, match="would give wrong answers here"):
         load_engine(name)
