@@ -155,7 +155,7 @@ async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path
     lengths = iter([*[K] * 8, *[0] * 8, *[2, 2, 2, 0] * NUM_TOKENS])
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            verdicts = await drafted(client, address, text, lambda _: client.draft(next(lengths)))
+            await drafted(client, address, text, lambda _: client.draft(next(lengths)))
         ways = [ahead > 0 for k, ahead in draft.asked]
         assert {k for k, ahead in draft.asked if ahead} == {K}
         assert True in ways[draft.asked.index((0, 0)) :]
