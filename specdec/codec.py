@@ -335,6 +335,7 @@ def encode_target_opened(opened: TargetOpened, *, packs_logprobs: bool = False) 
         asks_drafts=opened.asks_drafts,
         asks_remote_drafts=opened.asks_remote_drafts,
         asks_relayed_drafts=opened.asks_relayed_drafts,
+        wants_state_map=opened.wants_state_map,
     )
 
 
@@ -352,6 +353,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         asks_drafts=message.asks_drafts,
         asks_remote_drafts=message.asks_remote_drafts,
         asks_relayed_drafts=message.asks_relayed_drafts,
+        wants_state_map=message.wants_state_map,
     )
 
 

@@ -259,6 +259,8 @@ class TargetOpened:
     asks_remote_drafts: bool = False
     #: Through the gateway, see :class:`specdec.backends.DraftRelay`.
     asks_relayed_drafts: bool = False
+    #: The target has no map of the session's fingerprint, and would take it (:class:`specdec.backends.StateMapTaker`).
+    wants_state_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)

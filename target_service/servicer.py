@@ -27,6 +27,7 @@ from specdec.types import DraftOpened, HiddenStates, Proposal, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
+from specdec.v1.types_pb2 import StateMapPart
 from target_service.direct_draft import DirectDraft
 from target_service.relayed_stream import RelayedStream
 from target_service.trip_times import TripTimes
@@ -116,6 +117,13 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             await writer.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
+
+    async def PutStateMap(
+        self, request_iterator: AsyncIterator[StateMapPart], context: Context
+    ) -> pb.PutStateMapResponse:
+        """Take the first layer of a draft's head."""
+        await self.require_core().put_state_map(request_iterator)
+        return pb.PutStateMapResponse()
 
 
 def gather_time_ns(num_sessions: int, num_cores: int) -> int:

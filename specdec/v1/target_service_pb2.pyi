@@ -21,6 +21,23 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class PutStateMapResponse(_message.Message):
+    """The target has the map."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutStateMapResponse: _TypeAlias = PutStateMapResponse  # noqa: Y015
+
+@_typing.final
 class VerifyRequest(_message.Message):
     """From the gateway to the target."""
 
@@ -482,6 +499,7 @@ class TargetSessionOpened(_message.Message):
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_RELAYED_DRAFTS_FIELD_NUMBER: _builtins.int
+    WANTS_STATE_MAP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -498,6 +516,8 @@ class TargetSessionOpened(_message.Message):
     """Whether they may be on other machines: host:port, without TLS."""
     asks_relayed_drafts: _builtins.bool
     """Whether it takes open_draft without an address."""
+    wants_state_map: _builtins.bool
+    """Whether the target would take the session's hidden_state_map (PutStateMap), which it does not have."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -514,10 +534,11 @@ class TargetSessionOpened(_message.Message):
         asks_drafts: _builtins.bool = ...,
         asks_remote_drafts: _builtins.bool = ...,
         asks_relayed_drafts: _builtins.bool = ...,
+        wants_state_map: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification", "wants_state_map", b"wants_state_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

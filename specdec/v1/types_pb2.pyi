@@ -619,6 +619,46 @@ class ModelInfo(_message.Message):
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
 @_typing.final
+class StateMapPart(_message.Message):
+    """A part of the first layer of a head (ModelInfo.hidden_state_map) on its way to a target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MAX_SHARE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """First part: the map's fingerprint, which the target computes again."""
+    num_bytes: _builtins.int
+    """First part: bytes of the data of all parts."""
+    client: _builtins.str
+    """First part: the client of the session that asked for it, whose share of the target's memory for maps it takes."""
+    max_share: _builtins.float
+    """First part: that share; unset: all of it."""
+    data: _builtins.bytes
+    """The next bytes of a safetensors file: the map's tensors, with what else it consists of as the metadata."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        client: _builtins.str = ...,
+        max_share: _builtins.float | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_share", b"_max_share", "max_share", b"max_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_share", b"_max_share", "client", b"client", "data", b"data", "fingerprint", b"fingerprint", "max_share", b"max_share", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_share: _TypeAlias = _typing.Literal["max_share"]  # noqa: Y015
+    _WhichOneofArgType__max_share: _TypeAlias = _typing.Literal["_max_share", b"_max_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_share) -> _WhichOneofReturnType__max_share | None: ...
+
+Global___StateMapPart: _TypeAlias = StateMapPart  # noqa: Y015
+
+@_typing.final
 class GetModelInfoRequest(_message.Message):
     """Asks for a server's ModelInfo."""
 

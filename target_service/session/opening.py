@@ -13,9 +13,10 @@ from target_service.step import StepSession
 class Opening:
     """Gathers what :class:`specdec.types.TargetOpened` tells of a session."""
 
-    def __init__(self, step_session: StepSession, asked_ns: int) -> None:
+    def __init__(self, step_session: StepSession, asked_ns: int, *, wants_state_map: bool = False) -> None:
         """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now."""
         self._session = step_session
+        self._wants_state_map = wants_state_map
         self.admitted_ns = time.perf_counter_ns()
         self._queue_ns = self.admitted_ns - asked_ns
         #: Tokens of the prompt that were not computed for this session.
@@ -41,6 +42,7 @@ class Opening:
             prompt_logprobs=tuple(self._prompt_logprobs),
             queue_ns=self._queue_ns,
             prefill_ns=now_ns - self.admitted_ns,
+            wants_state_map=self._wants_state_map,
         )
 
 

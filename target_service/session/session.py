@@ -76,9 +76,11 @@ class Session:
         asked_ns: int,
         *,
         on_states: Callable[[HiddenStates], None] | None = None,
+        wants_state_map: bool = False,
     ) -> None:
         """``asked_ns``: when it was asked for (``time.perf_counter_ns``); it is admitted now. ``on_states`` gets the
         prompt's hidden states as they are computed, but the last step's; None: the first verdict has them all.
+        ``wants_state_map``: as :attr:`opened` says.
         """
         self.step_session = step_session
         self.spec = spec = step_session.spec
@@ -96,7 +98,7 @@ class Session:
         self.drafted: DraftedRound | None = None
         self._pool = pool
         self._owner = owner
-        self._opening = Opening(step_session, asked_ns)
+        self._opening = Opening(step_session, asked_ns, wants_state_map=wants_state_map)
         self._asked_ns = self._opening.admitted_ns
         self._first: Verdict | None = None
         self._progress = Progress(len(spec.token_ids), step_session.stop_criteria)
