@@ -37,6 +37,8 @@ FAMILIES = [
     "jamba",
     "zamba2",
 ]
+#: Of each kind of state one whose records are folded. A convolution's inputs are found by the length alone.
+WITH_RECORDS = ["qwen3_5", "granite4", "mamba", "kimi_linear"]
 NUM_TOKENS = 70
 
 
@@ -89,6 +91,7 @@ def test_rounds_of_many_sessions_and_their_rollbacks(hybrid: Engine, tools: Simp
     assert hybrid.pool.states.num_free == hybrid.pool.states.count
 
 
+@pytest.mark.parametrize("hybrid", WITH_RECORDS, indirect=True)
 def test_a_length_that_is_not_rolled_back_shows(
     hybrid: Engine, tools: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,8 +105,6 @@ def test_a_length_that_is_not_rolled_back_shows(
         sequence.states.base = sequence.states.end = length  # what is stored stands for other entries
 
     monkeypatch.setattr(hybrid.pool, "rollback", rollback)
-    if hybrid.info.architecture == "Lfm2ForCausalLM":
-        return  # has no state to fold: its inputs are found by the length alone
     assert mistakes(hybrid, texts, 0) > 0
 
 
@@ -117,6 +118,7 @@ def forgotten_without_drafts(lengths: list[int], bases: list[int], counts: list[
     return [length if count == 1 else base for length, base, count in zip(lengths, bases, counts, strict=True)]
 
 
+@pytest.mark.parametrize("hybrid", WITH_RECORDS, indirect=True)
 @pytest.mark.parametrize("bug", [of_another_session, forgotten_without_drafts])
 def test_accepted_rows_that_are_not_folded_show(
     hybrid: Engine, bug: Callable[..., list[int]], tools: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
@@ -134,8 +136,7 @@ def test_accepted_rows_that_are_not_folded_show(
         return stock(segments)
 
     monkeypatch.setattr(hybrid, "forward", planted)
-    if hybrid.info.architecture != "Lfm2ForCausalLM":  # has no records
-        assert mistakes(hybrid, [tools.random_ids(NUM_TOKENS, seed) for seed in range(4)], 0) > 0
+    assert mistakes(hybrid, [tools.random_ids(NUM_TOKENS, seed) for seed in range(4)], 0) > 0
 
 
 def test_a_text_is_taken_up_where_its_states_can_be_had(hybrid: Engine, tools: SimpleNamespace) -> None:
