@@ -44,6 +44,15 @@ def machine_bytes() -> int:
     return total
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that one more tensor may take on a device; on a CPU a third of what is free, for what is made of it."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * _SHARE_OF_FREE)
+    own = machine_bytes() - psutil.Process().memory_info().rss
+    return max(0, min(own, int(psutil.virtual_memory().available))) // 3
+
+
 def bytes_per_slot(mixers: Sequence[Mixer]) -> int:
     """Bytes of one sequence's recurrent states and records."""
     return sum(shape.bytes_per_slot for mixer in mixers for shape in mixer.shapes)

@@ -10,11 +10,11 @@ from typing import Final, Protocol
 
 from engine.kv_pool import KVPool
 from specdec.errors import TandemError, Unavailable
+from specdec.logprobs import PositionLogprobs
 from specdec.types import (
     DraftedRound,
     FinishReason,
     HiddenStates,
-    PositionLogprobs,
     Proposal,
     SessionSpec,
     TargetOpened,
@@ -85,9 +85,11 @@ class Session:
         asked_ns: int,
         *,
         on_states: Callable[[HiddenStates], None] | None = None,
+        wants_state_map: bool = False,
     ) -> None:
         """``asked_ns``: when it was asked for (``time.perf_counter_ns``); it is admitted now. ``on_states`` gets the
         prompt's hidden states as they are computed, but the last step's; None: the first verdict has them all.
+        ``wants_state_map``: as :attr:`opened` says.
         """
         self.step_session = step_session
         self.spec = spec = step_session.spec
@@ -109,6 +111,7 @@ class Session:
         self._owner = owner
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
+        self._wants_state_map = wants_state_map
         self._opened: TargetOpened | None = None
         self._first: Verdict | None = None
         self._prompt_logprobs: list[PositionLogprobs] = []
@@ -421,6 +424,7 @@ class Session:
                 prompt_logprobs=tuple(self._prompt_logprobs),
                 queue_ns=self._queue_ns,
                 prefill_ns=now_ns - self._admitted_ns,
+                wants_state_map=self._wants_state_map,
             )
             progress.open(len(token_ids), self.spec.multi_step_tokens)
         else:

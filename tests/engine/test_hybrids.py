@@ -300,7 +300,7 @@ def test_the_check_at_load_finds_a_rollback_that_folds_too_much(
     name: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state after all rows of a pass is kept, rejected ones among them."""
-    monkeypatch.setattr(StateSlot, "base_after", lambda slot, length, num_rows: length + num_rows)
+    monkeypatch.setattr(StateSlot, "bases", lambda slot, length, num_rows: (slot.base, length + num_rows))
     monkeypatch.setattr(StateSlot, "reaches", lambda slot, length: True)
     with pytest.raises(ModelNotSupported, match="would give wrong answers here"):
         load_engine(name)
@@ -319,13 +319,17 @@ def test_the_check_at_load_finds_states_that_are_wrong_past_the_first_chunks(
     model.save_pretrained(tmp_path)
     settings = ModelSettings(model=str(tmp_path), device="cpu", num_threads=1, block_size=4)
     load.load_engine(settings)
-    stock = StateSlot.base_after
-    bugs: list[Callable[[StateSlot, int, int], int]] = [
-        lambda slot, length, _: length,
-        lambda slot, length, num_rows: base if (base := stock(slot, length, num_rows)) <= 64 else 0,
-    ]
-    for bug in bugs:
-        monkeypatch.setattr(StateSlot, "base_after", bug)
+    stock = StateSlot.bases
+
+    def without_room(slot: StateSlot, length: int, num_rows: int) -> tuple[int, int]:
+        return stock(slot, length, num_rows)[0], length
+
+    def lost(slot: StateSlot, length: int, num_rows: int) -> tuple[int, int]:
+        base, new_base = stock(slot, length, num_rows)
+        return base, new_base if new_base <= 64 else 0
+
+    for bug in (without_room, lost):
+        monkeypatch.setattr(StateSlot, "bases", bug)
         with pytest.raises(ModelNotSupported, match=r"wrong answers here.*in a long text"):
             load.load_engine(settings)
 

@@ -32,7 +32,7 @@ async def test_a_long_prompts_logprobs_are_read_in_slices():
     answer, positions = await read_whole(whole_answer([None, *map(at, prompt[1:])]), prompt, 0)
     beside.cancel()
     assert slices >= len(prompt) // POSITIONS_AT_ONCE
-    assert [(each.token.token_id, each.token.rank) for each in positions] == [(token, 2) for token in prompt[1:]]
+    assert [(each.token_id, each.rank) for each in positions] == [(token, 2) for token in prompt[1:]]
     assert (answer.choices[0].token_ids, answer.choices[0].finish_reason) == ([5], "length")
 
 
