@@ -70,8 +70,8 @@ def size_cache(
     ranks: Ranks | None = None,
 ) -> tuple[int, int, int]:
     """Blocks the budget pays for, block 0 (padding) not counted; sequences whose recurrent states it pays for; and
-    ``max_model_len``, cut to what the blocks hold where no setting asks for it. Of several ranks, the blocks that each
-    can pay for.
+    ``max_model_len``, cut to what the blocks hold where no setting asks for it. Of several ranks, the blocks
+    and sequences that each can pay for.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
     :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
@@ -98,6 +98,7 @@ def size_cache(
     num_slots = 0
     if slot_bytes:
         num_slots = min(int(budget * _SHARE_OF_STATES // slot_bytes) - 1, MAX_USEFUL_SEQUENCES)
+        num_slots = num_slots if ranks is None else ranks.smallest(num_slots)
         if num_slots < _MIN_SLOTS:
             least = int((_MIN_SLOTS + 1) * slot_bytes / _SHARE_OF_STATES)
             raise InvalidRequest(

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -119,14 +119,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not model._can_set_attn_implementation():
         raise ModelNotSupported(f"{name} has an attention of its own, outside transformers' attention interface")
-
-
-def refuse_split_states(model: PreTrainedModel) -> NoReturn:
-    """Refuse to split a model with recurrent states."""
-    raise ModelNotSupported(
-        f"{type(model).__name__} has recurrent states, which are not split over several ranks: leave out"
-        " tensor_parallel_size"
-    )
 
 
 def longest_named_length(model: PreTrainedModel) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 What the configuration and the recording pass cannot show (positions ignored, state carried from row to row outside
 attention, a kernel that is wrong for some shape) shows here, on two sequences of different lengths that cross a block
 boundary, with trees among their chunks: a few forward passes of a few dozen rows. What shows in long texts only is left
-to :mod:`engine.loading.long_context`.
+to :mod:`engine.loading.long_context` and, of recurrent states, :mod:`engine.loading.long_text`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from engine.loading.long_context import (
     keeps_what_is_paged,
     tree_of,
 )
+from engine.loading.long_text import SHORTEST, LongText, border_of
+from engine.mixers import Mixer
 from engine.native.rounded import GroupedLinear
 from engine.trimmed_outputs import drafted_tokens
 from specdec.errors import ModelNotSupported
@@ -109,13 +111,13 @@ class Reference:
         block_size: int,
         max_model_len: int,
         named_length: tuple[int, str] = (0, ""),
-        has_states: bool = False,
+        mixers: Sequence[Mixer] = (),
     ) -> None:
         """Run the stock model (reference attention, one sequence at a time).
 
         The sequences are cut to fit ``num_blocks`` blocks together and ``max_model_len`` each. ``named_length`` is what
-        :func:`~engine.loading.refusals.longest_named_length` found. With ``has_states`` the model has recurrent states:
-        no tree is fed then, and rejected tokens in their place.
+        :func:`~engine.loading.refusals.longest_named_length` found. With ``mixers`` the model has recurrent states: no
+        tree is fed then, and rejected tokens in their place.
 
         Raises:
             ModelNotSupported: the stock model itself answers with NaN or infinity, keeps more than keys and values, or
@@ -125,7 +127,7 @@ class Reference:
         num_sequences = min(num_blocks, len(_CHUNKS))
         limit = min(num_blocks // num_sequences * block_size, max_model_len)
         self._vocab_size = vocab_size
-        self._has_states = has_states
+        self._has_states = bool(mixers)
         self._drafted = drafted_tokens(model)
         self.sequences: list[list[int]] = []
         self.logits: list[torch.Tensor] = []
@@ -142,8 +144,15 @@ class Reference:
         self.tolerance = _tolerance_of(model)
         length, name = named_length
         entries = reach(shapes, length, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-        self._long: LongContext | None = None
-        if not has_states and not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
+        self._long: LongContext | LongText | None = None
+        if mixers:
+            entries = min(num_blocks * block_size, max_model_len)
+            if entries >= SHORTEST:
+                self._long = LongText(
+                    model, border_of(model, shapes, mixers, length), room=entries, vocab_size=vocab_size
+                )
+                entries = self._long.length
+        elif not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
             self._long = LongContext(model, shapes, (entries, entries // 3), vocab_size=vocab_size)
         #: Entries of the longest text that is checked.
         self.longest = max(len(ids) for ids in self.sequences) if self._long is None else entries
@@ -184,6 +193,9 @@ class Reference:
         if found is None and in_trees:
             tree_rows = [torch.stack([part[o][at] for o, at in in_trees]) for part in (answers, self.logits)]
             found = self._in_few_rows(*tree_rows, what="among rejected tokens")
+        if found is None and isinstance(self._long, LongText):
+            found = disagreement(*self._long.feed(engine), self.tolerance, self._drafted)
+            return None if found is None else f"in a long text {found}"
         if found is None and self._long is not None:
             found = self._in_few_rows(*self._long.feed(engine), what="after a long text")
         return found

@@ -75,7 +75,7 @@ async def texts_of(core: TargetCore, *, drafted: bool, texts: list[tuple[int, ..
 
         if not drafted:
             text = await decode(session)
-        elif seed % 4 == 1:
+        elif seed % 4 == 1 and core.engine.pool.states is None:
             text = await decode_with_trees(session, texts[seed], seed=seed)
         else:
             text = await decode(session, k=5, draft=draft)
