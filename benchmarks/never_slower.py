@@ -13,8 +13,7 @@ windows against plain windows. Texts are sampled, because greedy texts of the bu
     python -m benchmarks.never_slower --systems serve --drafters ngram --sessions 1,8
 
 ``--json`` adds to what the file holds already, so that the table can be made in parts; ``--drafters none`` measures
-nothing and prints it. Exit status 1 when a median is below ``--floor`` by more than its standard
-error.
+nothing and prints it. Exit status 1 when a median is below ``--floor`` by more than its standard error.
 """
 
 from __future__ import annotations

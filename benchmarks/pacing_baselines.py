@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final
 
 from benchmarks import command
-from benchmarks.never_slower import Cell, Windows
+from benchmarks.never_slower import PAIRS, Cell, Windows
+from benchmarks.pairs import pair
 from benchmarks.service_process import service
 from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.flags import Parser
 from specdec.types import Verdict
-from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 NUM_TOKENS: Final = 4
 #: The static rule: the most sessions that draft.
@@ -140,8 +142,7 @@ def serve(arguments: Sequence[str]) -> None:
     """Run a gateway with the policy named first; its own flags follow."""
     import uvloop  # noqa: PLC0415 - only a gateway needs it
 
-    from gateway.app import Gateway  # noqa: PLC0415
-    from gateway.app import serve as serve_gateway  # noqa: PLC0415
+    from gateway import app  # noqa: PLC0415
     from gateway.main import add_arguments, settings_of  # noqa: PLC0415
 
     parser = Parser("benchmarks.pacing_baselines serve", description=__doc__)
@@ -150,10 +151,9 @@ def serve(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
 
     async def run() -> None:
-        await serve_gateway(Gateway(settings_of(args), make_pacer=POLICIES[args.policy]))
+        await app.serve(app.Gateway(settings_of(args), make_pacer=POLICIES[args.policy]))
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    uvloop.run(run())
 
 
 async def measure(args: argparse.Namespace) -> list[Cell]:
@@ -162,22 +162,23 @@ async def measure(args: argparse.Namespace) -> list[Cell]:
     from specdec.rpc.channel import open_channel  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
+    from tandem.launcher.deployment import services_of  # noqa: PLC0415
 
-    target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)
-    prompts = pick_prompts(TextTokenizer.load(target).encode, 256, 16)
     cells: list[Cell] = []
     with ExitStack() as stack:
-        targets = stack.enter_context(service("target_service", "--model", target, "--port", "0")).address
-        drafts = stack.enter_context(
-            service("draft_service", "--model", draft, "--quantization", "auto", "--num-threads", "1", "--port", "0")
-        ).address
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        models = pair(*PAIRS[args.pair], NUM_TOKENS, scratch)
+        prompts = pick_prompts(TextTokenizer.load(models.target.model.model).encode, 256, 16)
+        target, draft, _ = services_of(models, scratch)
+        for each in (target, draft):
+            stack.enter_context(service(each.module, *each.arguments))
         windows = {}
         for policy in POLICIES:
-            flags = ("--targets", targets, "--drafts", drafts, "--port", "0", "--grpc-port", "0")
+            flags = ("--targets", target.address, "--drafts", draft.address, "--port", "0", "--grpc-port", "0")
             gateway = stack.enter_context(service("benchmarks.pacing_baselines", "serve", policy, *flags))
             windows[policy] = Windows(GrpcSystem(open_channel(gateway.grpc_address)), prompts, args)
         for sessions in args.sessions:
-            row = {name: Cell(system=name, pair="bundled", drafter="draft", sessions=sessions) for name in windows}
+            row = {name: Cell(system=name, pair=args.pair, drafter="draft", sessions=sessions) for name in windows}
             for policy, own in windows.items():
                 await own.learn(row[policy])
             for number in range(args.repeats):
@@ -195,6 +196,7 @@ def main() -> int:
         return 0
     flags = Parser("python -m benchmarks.pacing_baselines", description=__doc__)
     flags.add_argument("--sessions", type=command.numbers, default=(1, 4, 8, 16, 32), help="default: 1,4,8,16,32")
+    flags.add_argument("--pair", choices=PAIRS, default="bundled", help="of models (default: bundled)")
     flags.add_argument("--repeats", type=int, default=8, help="windows of each policy")
     flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     flags.set_defaults(seconds=1.0, warm_up=3.0, max_tokens=64)

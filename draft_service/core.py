@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final, Self
 
@@ -11,12 +11,14 @@ from draft_service.batcher import DraftBatcher
 from draft_service.drafters.base import Drafter, DraftState
 from draft_service.drafters.registry import load_drafter
 from draft_service.session import CoreSession, check_tokens
-from specdec.errors import InternalError, InvalidRequest, Unavailable
+from specdec.errors import InternalError, InvalidRequest, NotFound, Unavailable, quote
+from specdec.hidden_state_buffer import PIECE_BYTES
 from specdec.process.tasks import call_each
 from specdec.scheduling.admission import Admission
 from specdec.settings import DraftSettings, SchedulerSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import ModelInfo, ServerLoad, SessionSpec
+from specdec.v1.types_pb2 import StateMapPart
 
 #: Seconds a session may wait for others to end: long enough for streams that close at this moment. A session without a
 #: draft is only slower; one that waits for a draft has not started.
@@ -97,6 +99,17 @@ class DraftCore:
             num_batches=self.batcher.num_batches,
             busy_ns=self.batcher.busy_ns,
         )
+
+    async def state_map(self, fingerprint: str) -> AsyncIterator[StateMapPart]:
+        """See :class:`specdec.backends.StateMapSource`."""
+        if not fingerprint or fingerprint != self.drafter.info.hidden_state_map:
+            raise NotFound(f"the draft has no first layer {quote(fingerprint)}; its head was replaced")
+        data = await self.drafter.read_state_map()
+        for start in range(0, len(data), PIECE_BYTES):
+            part = StateMapPart(data=data[start : start + PIECE_BYTES])
+            if not start:
+                part.fingerprint, part.num_bytes = fingerprint, len(data)
+            yield part
 
     def drain(self) -> None:
         """Open no new sessions; open ones continue, but for those of :attr:`on_drain`."""

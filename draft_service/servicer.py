@@ -23,6 +23,7 @@ from specdec.rpc.core_service import Context, CoreServicer
 from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
+from specdec.v1.types_pb2 import StateMapPart
 
 
 class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):
@@ -80,6 +81,11 @@ class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):
             core.on_drain.discard(end)
             reading.cancel()
             await finish(stream.close())
+
+    async def GetStateMap(self, request: pb.GetStateMapRequest, context: Context) -> AsyncIterator[StateMapPart]:
+        """The head's first layer."""
+        async for part in self.require_core().state_map(request.fingerprint):
+            yield part
 
 
 async def _read(core: DraftCore, session: CoreSession, context: Context) -> None:

@@ -180,12 +180,13 @@ def _state_plan(segments: Sequence[Segment], starts: Sequence[int], ends: Sequen
     kept = [slot for slot in slots if slot is not None]
     if not kept:
         return None
+    bases = [slot.bases(start, end - start) for slot, start, end in zip(kept, starts, ends, strict=True)]
     return StatePlan(
         slots=[slot.index for slot in kept],
-        bases=[slot.base if start else 0 for slot, start in zip(kept, starts, strict=True)],
+        bases=[base for base, _ in bases],
         starts=starts,
         ends=ends,
-        new_bases=[slot.base_after(start, end - start) for slot, start, end in zip(kept, starts, ends, strict=True)],
+        new_bases=[new_base for _, new_base in bases],
         device=torch.device("cpu"),
     )
 

@@ -131,7 +131,12 @@ class Engine:
             copy = partial(copy_blocks, self.all_caches, copies)
             self._own_modules.everywhere(partial(messages.encode_copies, copies), copy)
         if copies := self.pool.take_state_copies():
-            copy_states(self.state_caches, copies)
+            message = partial(messages.encode_copies, copies, Operation.COPY_STATES)
+            self._own_modules.everywhere(message, partial(self.copy_states, copies))
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent states on this rank."""
+        copy_states(self.state_caches, copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.

@@ -46,6 +46,12 @@ def output_linear(model: Any) -> Any:
     return own.linear if isinstance(own, TrimmedOutputs) else own
 
 
+def drafted_tokens(model: Any) -> Tensor | None:
+    """The tokens that a trimmed model drafts, int64 [Vd]; None: it is not trimmed."""
+    own = model.get_output_embeddings()
+    return own.token_ids if isinstance(own, TrimmedOutputs) else None
+
+
 def rows_of(layer: nn.Linear, token_ids: Tensor) -> nn.Linear:
     """A layer of some rows of another one, copied."""
     at = token_ids.to(layer.weight.device)

@@ -18,7 +18,7 @@ from gateway.access.session_hint import current_attachment
 from gateway.access.usage import Clients
 from gateway.backends.attachments import Attachment, Attachments
 from gateway.decoding.context import DecodingContext
-from gateway.decoding.loop import Decoding
+from gateway.decoding.loop import Decoding, Interruption
 from gateway.decoding.request import DecodingRequest
 from gateway.merging import merge
 from gateway.pacing.pace import Pacer
@@ -433,7 +433,7 @@ async def _chunks(
     async with aclosing(decoding.verdicts()) as verdicts:
         try:
             async for verdict in verdicts:
-                if held is None or verdict.token_ids or verdict.finish_reason is not None:
+                if held is None or not isinstance(verdict, Interruption):
                     if trace is not None:
                         trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
                     chunk = assembler.feed(verdict)

@@ -12,7 +12,6 @@ from gateway.requests.types import (
     PromptReport,
     TokenLogprobs,
     TokenMetrics,
-    TokenText,
     TokenUsage,
 )
 from gateway.text.detokenizer import Detokenizer
@@ -22,7 +21,7 @@ from gateway.text.replies import Replies, ReplyPlan
 from gateway.text.stop_strings import StopFinder, Stopped, StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from specdec.params import SamplingParams
-from specdec.types import FinishReason, PositionLogprobs, TokenLogprob, Verdict
+from specdec.types import FinishReason, Verdict
 
 
 class SampleAssembler:
@@ -49,7 +48,6 @@ class SampleAssembler:
         self._index = index
         self._params = params
         self._decoding = decoding
-        self._tokenizer = tokenizer
         self._started = started
         self._with_metrics = with_metrics
         self._detokenizer: Detokenizer | None = None
@@ -87,7 +85,7 @@ class SampleAssembler:
         for position, token_id in enumerate(verdict.token_ids):
             self._num_tokens += 1
             if verdict.logprobs:
-                logprobs.append(self._report(verdict.logprobs[position]))
+                logprobs.append(TokenLogprobs(verdict.logprobs[position], self._num_characters))
             is_last = position == len(verdict.token_ids) - 1
             ends = is_last and verdict.finish_reason is FinishReason.STOP and verdict.stop_token_id == token_id
             has_text = self._detokenizer is not None and (not ends or self._params.include_stop_str_in_output)
@@ -178,19 +176,3 @@ class SampleAssembler:
     def _prompt(self) -> PromptReport:
         opened = self._decoding.opened
         return PromptReport(self._decoding.request.prompt, opened.prompt_logprobs if opened else ())
-
-    def _report(self, entry: PositionLogprobs) -> TokenLogprobs:
-        return TokenLogprobs(
-            describe_token(entry.token, self._tokenizer),
-            tuple(describe_token(token, self._tokenizer) for token in entry.top),
-            self._num_characters,
-        )
-
-
-def describe_token(entry: TokenLogprob, tokenizer: TextTokenizer | None) -> TokenText:
-    """A log-probability with its token's text."""
-    if tokenizer is None:
-        return TokenText(entry.token_id, "", b"", entry.logprob, entry.rank)
-    text = tokenizer.token_text(entry.token_id)
-    data = tokenizer.token_bytes(entry.token_id)
-    return TokenText(entry.token_id, text, text.encode() if data is None else data, entry.logprob, entry.rank)

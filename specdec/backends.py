@@ -5,7 +5,7 @@ The cores of the services implement them in one process; the gateway's gRPC clie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from specdec.direct_draft import DirectDraftSession
@@ -20,6 +20,7 @@ from specdec.types import (
     Verdict,
 )
 from specdec.v1 import draft_service_pb2 as pb
+from specdec.v1.types_pb2 import StateMapPart
 
 
 class TargetSession(Protocol):
@@ -124,6 +125,33 @@ class TargetBackend(Protocol):
 
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
+        ...
+
+
+@runtime_checkable
+class StateMapTaker(Protocol):
+    """A target that evaluates first layers of heads which it does not find itself."""
+
+    async def put_state_map(self, parts: AsyncIterator[StateMapPart]) -> None:
+        """Take one; it has it already where another call brought it meanwhile.
+
+        Raises:
+            Overloaded: there is no memory for it.
+            InvalidRequest: it is damaged, or does not fit the model.
+        """
+        ...
+
+
+@runtime_checkable
+class StateMapSource(Protocol):
+    """A draft that hands out its head's first layer."""
+
+    def state_map(self, fingerprint: str) -> AsyncIterator[StateMapPart]:
+        """Its parts.
+
+        Raises:
+            NotFound: it has no such one.
+        """
         ...
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.logprobs import ENTRY_BYTES, PositionLogprobs, pack_top
 from specdec.params import SamplingParams
 from specdec.params_codec import encode_sampling, read_parameters, write_parameters
 from specdec.rules import Rule, SparseRow
@@ -24,13 +25,11 @@ from specdec.types import (
     FinishReason,
     HiddenStates,
     ModelInfo,
-    PositionLogprobs,
     Proposal,
     RoundTimings,
     ServerLoad,
     SessionSpec,
     TargetOpened,
-    TokenLogprob,
     Verdict,
 )
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -90,6 +89,7 @@ def encode_open_target(spec: SessionSpec) -> target_pb.VerifyRequest:
             hidden_state_dtype=spec.hidden_state_dtype,
             hidden_state_map=spec.hidden_state_map,
             max_kv_share=spec.max_kv_share,
+            packs_logprobs=True,
         )
     )
     _add_token_ids(request.open, spec.token_ids)
@@ -212,28 +212,35 @@ def decode_proposal(message: pb.Proposal) -> Proposal:
     )
 
 
-def _encode_token_logprob(entry: TokenLogprob) -> pb.TokenLogprob:
-    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
-
-
-def _decode_token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(token_id=message.token_id, logprob=message.logprob, rank=message.rank)
-
-
-def encode_logprobs(entries: Iterable[PositionLogprobs]) -> list[pb.PositionLogprobs]:
-    """The log-probabilities of several positions."""
-    return [
-        pb.PositionLogprobs(token=_encode_token_logprob(entry.token), top=map(_encode_token_logprob, entry.top))
-        for entry in entries
-    ]
+def encode_logprobs(entries: Iterable[PositionLogprobs], *, packs: bool = False) -> list[pb.PositionLogprobs]:
+    """The log-probabilities of several positions. ``packs``: the reader takes ``packed_top``."""
+    messages = []
+    for entry in entries:
+        token = pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
+        if packs:
+            messages.append(pb.PositionLogprobs(token=token, packed_top=entry.packed_top))
+            continue
+        top = [
+            pb.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)
+            for rank, (token_id, logprob) in enumerate(entry.top, 1)
+        ]
+        messages.append(pb.PositionLogprobs(token=token, top=top))
+    return messages
 
 
 def decode_logprobs(messages: Iterable[pb.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
-    """The log-probabilities of several positions."""
-    return tuple(
-        PositionLogprobs(token=_decode_token_logprob(message.token), top=tuple(map(_decode_token_logprob, message.top)))
-        for message in messages
-    )
+    """The log-probabilities of several positions. Raises :class:`Unavailable` for packed ones that cannot be read."""
+    entries = []
+    for message in messages:
+        token, packed = message.token, message.packed_top
+        if len(packed) % ENTRY_BYTES:
+            raise Unavailable(
+                f"the server sent packed_top of {len(packed)} bytes, which is no multiple of {ENTRY_BYTES}"
+            )
+        if message.top:
+            packed = pack_top((each.token_id, each.logprob) for each in message.top)
+        entries.append(PositionLogprobs(token.token_id, token.logprob, token.rank, packed))
+    return tuple(entries)
 
 
 def encode_hidden_states(states: HiddenStates) -> pb.HiddenStates:
@@ -275,8 +282,8 @@ def decode_verdict_states(message: pb.HiddenStates) -> HiddenStates:
         raise Unavailable(f"the server sent hidden states that cannot be read: {error}") from error
 
 
-def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
-    """What a round committed."""
+def encode_verdict(verdict: Verdict, *, packs_logprobs: bool = False) -> target_pb.Verdict:
+    """What a round committed. ``packs_logprobs``: as the session asked."""
     drafted = verdict.drafted
     return target_pb.Verdict(
         epoch=verdict.epoch,
@@ -286,7 +293,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         num_draft_tokens=verdict.num_draft_tokens,
         finish_reason=_FINISH_VALUES[verdict.finish_reason],
         stop_token_id=verdict.stop_token_id,
-        logprobs=encode_logprobs(verdict.logprobs),
+        logprobs=encode_logprobs(verdict.logprobs, packs=packs_logprobs),
         timings=target_pb.RoundTimings(**_values(verdict.timings, RoundTimings)),
         hidden_states=map(encode_hidden_states, verdict.hidden_states),
         num_multi_step_left=verdict.num_multi_step_left,
@@ -316,18 +323,19 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
     )
 
 
-def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
-    """What a target found on opening a session."""
+def encode_target_opened(opened: TargetOpened, *, packs_logprobs: bool = False) -> target_pb.TargetSessionOpened:
+    """What a target found on opening a session. ``packs_logprobs``: as the session asked."""
     return target_pb.TargetSessionOpened(
         epoch=opened.epoch,
         num_cached_tokens=opened.num_cached_tokens,
-        prompt_logprobs=encode_logprobs(opened.prompt_logprobs),
+        prompt_logprobs=encode_logprobs(opened.prompt_logprobs, packs=packs_logprobs),
         queue_ns=opened.queue_ns,
         prefill_ns=opened.prefill_ns,
         verification=encode_rule(opened.rule),
         asks_drafts=opened.asks_drafts,
         asks_remote_drafts=opened.asks_remote_drafts,
         asks_relayed_drafts=opened.asks_relayed_drafts,
+        wants_state_map=opened.wants_state_map,
     )
 
 
@@ -345,6 +353,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         asks_drafts=message.asks_drafts,
         asks_remote_drafts=message.asks_remote_drafts,
         asks_relayed_drafts=message.asks_relayed_drafts,
+        wants_state_map=message.wants_state_map,
     )
 
 

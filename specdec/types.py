@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from specdec import trees
+from specdec.logprobs import PositionLogprobs
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, DraftSampling, Rule, SparseRow
 from specdec.state_dtypes import ELEMENT_BYTES, SCALE_BYTES
@@ -123,23 +124,6 @@ class HiddenStates:
         size = self.row_bytes
         data = self.data[(start - self.start) * size : max(0, end - self.start) * size]
         return HiddenStates(start, self.num_features, self.dtype, data, self.group_size)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability (nats) and rank (1 = most likely) of a token under the raw model distribution."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The token that stands at a position and the most likely ones there, best first."""
-
-    token: TokenLogprob
-    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +259,8 @@ class TargetOpened:
     asks_remote_drafts: bool = False
     #: Through the gateway, see :class:`specdec.backends.DraftRelay`.
     asks_relayed_drafts: bool = False
+    #: The target has no map of the session's fingerprint, and would take it (:class:`specdec.backends.StateMapTaker`).
+    wants_state_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.decoding.metrics import SpeculationMetrics
-from gateway.requests.types import FinalChunk, GenerationResult, Sample, TokenLogprobs
+from gateway.requests.types import FinalChunk, GenerationResult, Sample
 from gateway.text.message import ReadCall
 from gateway.text.tokenizer import TextTokenizer
-from specdec.types import PositionLogprobs
+from specdec.logprobs import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +133,22 @@ def make_output(
         prompt=prompt,
         prompt_token_ids=list(result.prompt.token_ids),
         prompt_logprobs=_prompt_logprobs(result.prompt.logprobs, tokenizer),
-        outputs=[_completion(sample, with_logprobs=with_logprobs) for sample in result.samples],
+        outputs=[_completion(sample, tokenizer, with_logprobs=with_logprobs) for sample in result.samples],
         finished=all(sample.final is not None for sample in result.samples),
         metrics=RequestMetrics.of(result.speculation, *times),
         num_cached_tokens=result.usage.cached_tokens,
     )
 
 
-def _completion(sample: Sample, *, with_logprobs: bool) -> CompletionOutput:
+def _completion(sample: Sample, tokenizer: TextTokenizer | None, *, with_logprobs: bool) -> CompletionOutput:
     final: FinalChunk | None = sample.final
     message = sample.message
     return CompletionOutput(
         index=sample.index,
         text=sample.text,
         token_ids=list(sample.token_ids),
-        cumulative_logprob=sum(entry.token.logprob for entry in sample.logprobs) if with_logprobs else None,
-        logprobs=[_logprobs(entry) for entry in sample.logprobs] if with_logprobs else None,
+        cumulative_logprob=sum(entry.position.logprob for entry in sample.logprobs) if with_logprobs else None,
+        logprobs=[_logprobs(entry.position, tokenizer) for entry in sample.logprobs] if with_logprobs else None,
         finish_reason=final.finish_reason if final else None,
         stop_reason=final.stop_reason if final else None,
         content=message.content if message else None,
@@ -161,8 +161,13 @@ def _tool_call(call: ReadCall) -> ToolCall:
     return ToolCall(call.id, FunctionCall(call.name, call.arguments))
 
 
-def _logprobs(entry: TokenLogprobs) -> dict[int, Logprob]:
-    return {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in (entry.token, *entry.top)}
+def _logprobs(position: PositionLogprobs, tokenizer: TextTokenizer | None) -> dict[int, Logprob]:
+    """The token that stands there, then the others."""
+    *top, own = position.all
+    return {
+        token_id: Logprob(logprob, rank, tokenizer.token_text(token_id) if tokenizer else None)
+        for token_id, logprob, rank in (own, *top)
+    }
 
 
 def _prompt_logprobs(
@@ -170,14 +175,4 @@ def _prompt_logprobs(
 ) -> list[dict[int, Logprob] | None] | None:
     if not entries:
         return None
-    shown: list[dict[int, Logprob] | None] = [None]
-    for entry in entries:
-        shown.append(
-            {
-                token.token_id: Logprob(
-                    token.logprob, token.rank, tokenizer.token_text(token.token_id) if tokenizer else None
-                )
-                for token in (entry.token, *entry.top)
-            }
-        )
-    return shown
+    return [None, *(_logprobs(entry, tokenizer) for entry in entries)]

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final
 
+import torch
+
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
 from engine.heads.files.checkpoint import read_state_map
+from engine.heads.files.packed_state_map import unpack_state_map
 from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
-from engine.loading.memory import LargestStep
+from engine.loading.memory import LargestStep, free_bytes
 from engine.native.linears import pack_linears
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
 from engine.state_map import StateMap
-from specdec.errors import InternalError, InvalidRequest, Unavailable
+from specdec.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
@@ -30,18 +33,23 @@ from specdec.settings import TargetSettings
 from specdec.state_dtypes import STATE_DTYPES
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
+from specdec.v1.types_pb2 import StateMapPart
 from target_service.grammar.compiler import GrammarCompiler
 from target_service.grammar.tokenizer import read_tokenizer
 from target_service.rank_processes import OnLoss, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.sequence_memory import SequenceMemory
-from target_service.session.session import Session, may_reuse
+from target_service.session.opening import may_reuse
+from target_service.session.session import Session
+from target_service.state_maps import StateMaps
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
 from target_service.verification.verifier import Verifier, decide_many
 
 logger = logging.getLogger(__name__)
 
+#: Seconds in which all parts of a head's first layer must come.
+MAP_TIMEOUT_S: Final = 300.0
 GOING_DOWN: Final = "the target is shutting down; use another replica"
 
 #: A step of rounds runs on the event loop if the latest one of as many rows took less than this, in nanoseconds. That
@@ -54,7 +62,7 @@ MAX_INLINE_NS: Final = 4_000_000
 class TargetCore:
     """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
 
-    #: What decides rounds; only a measurement has another.
+    #: What :meth:`start` has decide rounds; only a measurement has another.
     verifier_class: ClassVar[type[Verifier]] = Verifier
 
     def __init__(
@@ -62,21 +70,18 @@ class TargetCore:
         engine: Engine,
         device: DeviceThread,
         settings: TargetSettings,
+        verifier: Verifier,
         state_maps: Mapping[str, StateMap] | None = None,
-        verifier: Verifier | None = None,
     ) -> None:
-        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it.
-        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device. ``verifier``: one
-        that is warm, too.
+        """``engine`` and ``verifier`` are warm; the core owns them, and the engine's thread, from now on. Others may
+        read the engine. ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device.
         """
         scheduler = settings.scheduler
         self.engine = engine
         self._device = device
         self._settings = settings
-        self._state_maps = dict(state_maps or {})
-        #: Fingerprints that sessions asked for in vain.
-        self._unknown_maps: set[str] = set()
-        self._verifier = verifier or self.verifier_class(num_threads=engine.num_threads)
+        self._state_maps = StateMaps(state_maps or {}, settings.max_state_map_bytes)
+        self._verifier = verifier
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self.memory, self._fail)
@@ -132,7 +137,7 @@ class TargetCore:
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings, state_maps, verifier)
+        return cls(engine, device, settings, verifier, state_maps)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
@@ -170,14 +175,14 @@ class TargetCore:
         max_entries = self._max_entries(stop_criteria)
         sequence = await self._admission.admit(partial(self._reserve, spec, max_entries), client=spec.client)
         rule = spec.rule or self._settings.verification
-        first_state, state_map = self._first_state(spec), self._state_maps.get(spec.hidden_state_map)
-        if spec.hidden_state_map and state_map is None and spec.hidden_state_map not in self._unknown_maps:
-            self._unknown_maps.add(spec.hidden_state_map)
-            logger.info("a draft's first layer could run here, on fewer bytes: give its head as --hidden-state-maps")
+        first_state, state_map = self._first_state(spec), self._state_maps.find(spec.hidden_state_map)
         step_session = StepSession(
             spec, state, sequence, rule, stop_criteria, grammar, first_state, state_map, max_entries
         )
-        session = Session(step_session, self.engine.pool, self, asked_ns, on_states=on_states)
+        wants_map = self._state_maps.wants(spec.hidden_state_map)
+        session = Session(
+            step_session, self.engine.pool, self, asked_ns, on_states=on_states, wants_state_map=wants_map
+        )
         self.memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
@@ -186,6 +191,45 @@ class TargetCore:
             session.end()
             raise
         return session
+
+    async def put_state_map(self, parts: AsyncIterator[StateMapPart]) -> None:
+        """See :class:`specdec.backends.StateMapTaker`. Sessions that are open go on without it."""
+        if (first := await anext(parts, None)) is None:
+            raise InvalidRequest("no part came; send the first layer of a head", param="data")
+        if not self._state_maps.wants(fingerprint := first.fingerprint):
+            return
+        self._state_maps.reserve(
+            fingerprint,
+            first.num_bytes,
+            client=first.client,
+            max_share=first.max_share if first.HasField("max_share") else 1.0,
+            in_use={session.spec.hidden_state_map for session in self._sessions},
+            free_bytes=free_bytes(self.engine.device),
+        )
+        try:
+            async with asyncio.timeout(MAP_TIMEOUT_S):
+                data = await _joined(first, parts)
+            state_map = await asyncio.to_thread(unpack_state_map, data, fingerprint)
+            del data
+            self.engine.check_state_layers(state_map.layers)
+            if state_map.linear.in_features != (width := len(state_map.layers) * self.engine.hidden_size):
+                raise InvalidRequest(
+                    f"the first layer reads {state_map.linear.in_features} numbers, and the states of its layers have"
+                    f" {width}: the head is another target's",
+                    param="data",
+                )
+            await self._device.run(_place_state_map, state_map, self.engine, self._settings)
+        except TimeoutError:
+            self._state_maps.give_up(fingerprint)
+            raise DeadlineExceeded(f"the first layer did not come within {MAP_TIMEOUT_S:g} s; send it again") from None
+        except torch.OutOfMemoryError as error:
+            self._state_maps.give_up(fingerprint)
+            raise Overloaded(f"the device has no memory for the first layer of a head ({error})") from error
+        except BaseException:
+            self._state_maps.give_up(fingerprint)
+            raise
+        self._state_maps.store(fingerprint, state_map)
+        logger.info("took the first layer %s… of a head: %d bytes", fingerprint[:12], first.num_bytes)
 
     async def info(self) -> ModelInfo:
         """Describe the model."""
@@ -399,10 +443,34 @@ def _read_state_maps(settings: TargetSettings, engine: Engine) -> dict[str, Stat
     """The first layers of the heads that the settings name, on the engine's device and kernels."""
     read = [read_state_map(folder, settings.model.model, engine.device) for folder in settings.hidden_state_maps]
     maps = dict(each for each in read if each is not None)
-    if engine.device.type == "cpu" and not settings.model.enforce_eager:
-        for state_map in maps.values():
-            pack_linears(state_map, engine.num_threads, settings.model.autotune)
+    for state_map in maps.values():
+        _place_state_map(state_map, engine, settings)
     return maps
+
+
+def _place_state_map(state_map: StateMap, engine: Engine, settings: TargetSettings) -> None:
+    """On the engine's device and kernels."""
+    state_map.to(device=engine.device, dtype=state_map.linear.weight.dtype)
+    if engine.device.type == "cpu" and not settings.model.enforce_eager:
+        pack_linears(state_map, engine.num_threads, settings.model.autotune)
+
+
+async def _joined(first: StateMapPart, parts: AsyncIterator[StateMapPart]) -> bytes:
+    """The data of all parts.
+
+    Raises:
+        InvalidRequest: it is not as long as the first one says.
+    """
+    data = bytearray(first.data)
+    async for part in parts:
+        data += part.data
+        if len(data) > first.num_bytes:
+            break
+    if len(data) != first.num_bytes:
+        raise InvalidRequest(
+            f"the parts have {len(data)} bytes and num_bytes is {first.num_bytes}; send it again", param="num_bytes"
+        )
+    return bytes(data)
 
 
 async def _undo_start(device: DeviceThread, loading: asyncio.Task[Engine]) -> None:

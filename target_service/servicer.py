@@ -27,6 +27,7 @@ from specdec.types import DraftOpened, HiddenStates, Proposal, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
+from specdec.v1.types_pb2 import StateMapPart
 from target_service.direct_draft import DirectDraft
 from target_service.relayed_stream import RelayedStream
 from target_service.trip_times import TripTimes
@@ -88,11 +89,12 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             raise
         if (span := current_span()) is not None:
             _trace(span, session)
+        packs = request.open.packs_logprobs
         asks_drafts = context.peer().startswith("unix:")
         opened = replace(
             session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts, asks_relayed_drafts=True
         )
-        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
+        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened, packs_logprobs=packs)))
         verdicts = [session.first]
         requests = _Requests(core, session, writer, self._channels, self._trip_times if asks_drafts else None)
         reading = asyncio.create_task(requests.read(context), name="target-stream")
@@ -101,8 +103,8 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             while True:
                 until_ns = time.perf_counter_ns() + gather_time_ns(core.num_going_on, self._num_cores)
                 for verdict in verdicts[:-1]:
-                    writer.post(_response(writer, verdict))
-                await writer.send(_response(writer, verdicts[-1]))
+                    writer.post(_response(writer, verdict, packs_logprobs=packs))
+                await writer.send(_response(writer, verdicts[-1], packs_logprobs=packs))
                 verdicts = await session.receive_all(until_ns)
         except TandemError:
             if not reading.done():
@@ -115,6 +117,13 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             await writer.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
+
+    async def PutStateMap(
+        self, request_iterator: AsyncIterator[StateMapPart], context: Context
+    ) -> pb.PutStateMapResponse:
+        """Take the first layer of a draft's head."""
+        await self.require_core().put_state_map(request_iterator)
+        return pb.PutStateMapResponse()
 
 
 def gather_time_ns(num_sessions: int, num_cores: int) -> int:
@@ -144,14 +153,14 @@ def _pass_on(writer: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> N
         writer.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
 
 
-def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
+def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict, *, packs_logprobs: bool) -> pb.VerifyResponse:
     """A verdict as a message, once the hidden states that do not fit into it are sent."""
     if len(verdict.hidden_states) > 1:
         *earlier, last = verdict.hidden_states
         for states in earlier:
             _pass_on(writer, states)
         verdict = replace(verdict, hidden_states=(last,))
-    return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
+    return pb.VerifyResponse(verdict=codec.encode_verdict(verdict, packs_logprobs=packs_logprobs))
 
 
 class _Requests:

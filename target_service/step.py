@@ -16,8 +16,9 @@ from engine.kv_sequence import KVSequence
 from engine.sampling.state import SamplingState
 from engine.state_map import StateMap
 from specdec.errors import InvalidRequest, TandemError
+from specdec.logprobs import PositionLogprobs
 from specdec.rules import Rule, SparseRow
-from specdec.types import HiddenStates, PositionLogprobs, RoundTimings, SessionSpec
+from specdec.types import HiddenStates, RoundTimings, SessionSpec
 from target_service.grammar.grammar import Grammar
 from target_service.stop_criteria import StopCriteria, Truncation
 from target_service.verification.logprobs import position_logprobs

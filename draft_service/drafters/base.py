@@ -197,5 +197,9 @@ class Drafter(ABC, Generic[S]):
         """Blocks of open sessions, blocks that may serve later ones, and all."""
         return Occupancy()
 
+    async def read_state_map(self) -> bytes:
+        """What ``info.hidden_state_map`` names, see :mod:`engine.heads.files.packed_state_map`."""
+        raise NotImplementedError
+
     async def shutdown(self) -> None:
         """Free everything; no state is open any more. Idempotent."""

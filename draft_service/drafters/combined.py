@@ -105,6 +105,10 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
             state.lookup.ingest(state.lookup.num_pending)
         state.reset_match()
 
+    async def read_state_map(self) -> bytes:
+        """The other drafter's."""
+        return await self._other.read_state_map()
+
     def num_cached_tokens(self, state: CombinedState[L, S]) -> int:
         """Those of the other drafter."""
         return self._other.num_cached_tokens(state.other)

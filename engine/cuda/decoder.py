@@ -20,8 +20,9 @@ from engine.batch import Batch
 from engine.cuda import few_rows, kernels
 from engine.cuda.attention import DTYPES, padded_size, paged_attention
 from engine.cuda.few_rows import FewRows, Product
-from engine.cuda.float8 import Float8Linear, join_biases, round_rows
+from engine.cuda.float8 import Float8Linear, round_rows
 from engine.cuda.int4 import Int4Linear
+from engine.cuda.joined_biases import join_biases
 from engine.cuda.row_kernels import norm, norm_rounded, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 from engine.trimmed_outputs import output_linear

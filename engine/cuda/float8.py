@@ -8,11 +8,12 @@ not depend on others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from engine.cuda.joined_biases import join_biases
 from engine.device import has_triton
 from engine.grouped_weight import GroupedWeight
 
@@ -84,14 +85,6 @@ class Float8Linear(nn.Module):
         return torch._scaled_mm(
             rows.codes, self.codes.t(), rows.scales, self.scales, bias=self.bias, out_dtype=torch.bfloat16
         )
-
-
-def join_biases(layers: Sequence[Any]) -> Tensor | None:
-    """One bias of several linear layers, zeros where one has none; None where none has one."""
-    given = next((layer.bias.detach() for layer in layers if layer.bias is not None), None)
-    if given is None:
-        return None
-    return torch.cat([given.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers])
 
 
 def empty_rows(x: Tensor, num_inputs: int, group: int) -> Float8Rows:

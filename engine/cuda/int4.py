@@ -12,7 +12,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor, nn
 
-from engine.cuda.float8 import join_biases
+from engine.cuda.joined_biases import join_biases
 from engine.grouped_weight import GroupedWeight, unpack_nibbles
 
 #: Inputs of a group that the product knows.

@@ -66,9 +66,10 @@ def choose_runner(
         logger.warning(
             "%s: %s is not used: %s", settings.model, runner.name, difference or "it is wrong on another rank"
         )
+    remedy = "; roundings may disturb it that much: try dtype float32" if model.dtype.itemsize == 2 else ""
     raise ModelNotSupported(
         f"{type(model).__name__} would give wrong answers here and is refused: fed as a ragged batch in chunks,"
-        f" {difference or 'it is wrong on another rank'}"
+        f" {difference or 'it is wrong on another rank'}{remedy}"
     )
 
 

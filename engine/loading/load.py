@@ -121,8 +121,6 @@ def _load(
     adopt(model)
     mixers = adopt_mixers(model)
     refusals.check_model(model)
-    if mixers and ranks is not None:
-        refusals.refuse_split_states(model)
     tokenizer = checkpoint.read_tokenizer(settings)
     if bits and not rounded_bytes(model):
         refusals.quantise(settings, model, bits)
@@ -170,7 +168,7 @@ def _load(
         block_size=settings.block_size,
         max_model_len=max_model_len,
         named_length=refusals.longest_named_length(model),
-        has_states=bool(mixers),
+        mixers=mixers,
     )
     model.set_attn_implementation(PAGED)
 

@@ -44,6 +44,15 @@ def machine_bytes() -> int:
     return total
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that one more tensor may take on a device; on a CPU a third of what is free, for what is made of it."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * _SHARE_OF_FREE)
+    own = machine_bytes() - psutil.Process().memory_info().rss
+    return max(0, min(own, int(psutil.virtual_memory().available))) // 3
+
+
 def bytes_per_slot(mixers: Sequence[Mixer]) -> int:
     """Bytes of one sequence's recurrent states and records."""
     return sum(shape.bytes_per_slot for mixer in mixers for shape in mixer.shapes)
@@ -61,8 +70,8 @@ def size_cache(
     ranks: Ranks | None = None,
 ) -> tuple[int, int, int]:
     """Blocks the budget pays for, block 0 (padding) not counted; sequences whose recurrent states it pays for; and
-    ``max_model_len``, cut to what the blocks hold where no setting asks for it. Of several ranks, the blocks that each
-    can pay for.
+    ``max_model_len``, cut to what the blocks hold where no setting asks for it. Of several ranks, the blocks
+    and sequences that each can pay for.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
     :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
@@ -89,6 +98,7 @@ def size_cache(
     num_slots = 0
     if slot_bytes:
         num_slots = min(int(budget * _SHARE_OF_STATES // slot_bytes) - 1, MAX_USEFUL_SEQUENCES)
+        num_slots = num_slots if ranks is None else ranks.smallest(num_slots)
         if num_slots < _MIN_SLOTS:
             least = int((_MIN_SLOTS + 1) * slot_bytes / _SHARE_OF_STATES)
             raise InvalidRequest(

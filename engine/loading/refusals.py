@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -37,6 +37,18 @@ _NO_LENGTHS: Final = frozenset(
 #: Of one type of model: tokens that its recurrence takes together.
 _NO_LENGTHS_OF: Final = {"minimax": frozenset({"block_size"})}
 
+#: Types of models in which a small network of each layer chooses what the layer attends to (DeepSeek V3.2, GLM-5).
+_INDEXED: Final = ("deepseek_v32", "glm_moe_dsa")
+
+
+def check_indexers(model_type: str | None) -> None:
+    """Refuse layers that attend to chosen positions alone."""
+    if model_type in _INDEXED:
+        raise ModelNotSupported(
+            f"{model_type!r} attends to the positions that an indexer in each layer chooses (index_topk), with a cache"
+            " of keys of its own; such layers are not run here"
+        )
+
 
 def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the configuration alone gives away, before any weight is read."""
@@ -45,6 +57,7 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{config.model_type!r} is an encoder-decoder model; only decoder-only language models are supported"
         )
     text = config.get_text_config(decoder=True)
+    check_indexers(text.model_type)
     if getattr(text, "alibi", False):
         raise ModelNotSupported(
             f"{text.model_type!r} with ALiBi positions (alibi) attends in code of its own, outside transformers'"
@@ -106,14 +119,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not model._can_set_attn_implementation():
         raise ModelNotSupported(f"{name} has an attention of its own, outside transformers' attention interface")
-
-
-def refuse_split_states(model: PreTrainedModel) -> NoReturn:
-    """Refuse to split a model with recurrent states."""
-    raise ModelNotSupported(
-        f"{type(model).__name__} has recurrent states, which are not split over several ranks: leave out"
-        " tensor_parallel_size"
-    )
 
 
 def longest_named_length(model: PreTrainedModel) -> tuple[int, str]:

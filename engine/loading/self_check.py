@@ -3,7 +3,7 @@
 What the configuration and the recording pass cannot show (positions ignored, state carried from row to row outside
 attention, a kernel that is wrong for some shape) shows here, on two sequences of different lengths that cross a block
 boundary, with trees among their chunks: a few forward passes of a few dozen rows. What shows in long texts only is left
-to :mod:`engine.loading.long_context`.
+to :mod:`engine.loading.long_context` and, of recurrent states, :mod:`engine.loading.long_text`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from engine.loading.long_context import (
     keeps_what_is_paged,
     tree_of,
 )
+from engine.loading.long_text import SHORTEST, LongText, border_of
+from engine.mixers import Mixer
 from engine.native.rounded import GroupedLinear
+from engine.trimmed_outputs import drafted_tokens
 from specdec.errors import ModelNotSupported
 
 if TYPE_CHECKING:
@@ -108,13 +111,13 @@ class Reference:
         block_size: int,
         max_model_len: int,
         named_length: tuple[int, str] = (0, ""),
-        has_states: bool = False,
+        mixers: Sequence[Mixer] = (),
     ) -> None:
         """Run the stock model (reference attention, one sequence at a time).
 
         The sequences are cut to fit ``num_blocks`` blocks together and ``max_model_len`` each. ``named_length`` is what
-        :func:`~engine.loading.refusals.longest_named_length` found. With ``has_states`` the model has recurrent states:
-        no tree is fed then, and rejected tokens in their place.
+        :func:`~engine.loading.refusals.longest_named_length` found. With ``mixers`` the model has recurrent states: no
+        tree is fed then, and rejected tokens in their place.
 
         Raises:
             ModelNotSupported: the stock model itself answers with NaN or infinity, keeps more than keys and values, or
@@ -124,14 +127,15 @@ class Reference:
         num_sequences = min(num_blocks, len(_CHUNKS))
         limit = min(num_blocks // num_sequences * block_size, max_model_len)
         self._vocab_size = vocab_size
-        self._has_states = has_states
+        self._has_states = bool(mixers)
+        self._drafted = drafted_tokens(model)
         self.sequences: list[list[int]] = []
         self.logits: list[torch.Tensor] = []
         for chunks in _CHUNKS[:num_sequences]:
             ids = torch.randint(vocab_size, (min(sum(map(abs, chunks)), limit),), generator=generator)
             with torch.inference_mode():
                 logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
-            if not bool((logits.isfinite() | logits.isneginf().all(0)).all()):  # tokens that are left out
+            if not bool((logits if self._drafted is None else logits[:, self._drafted]).isfinite().all()):
                 raise ModelNotSupported(
                     f"{type(model).__name__} in {_name(model.dtype)} answers with NaN or infinity; try another dtype"
                 )
@@ -140,8 +144,15 @@ class Reference:
         self.tolerance = _tolerance_of(model)
         length, name = named_length
         entries = reach(shapes, length, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-        self._long: LongContext | None = None
-        if not has_states and not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
+        self._long: LongContext | LongText | None = None
+        if mixers:
+            entries = min(num_blocks * block_size, max_model_len)
+            if entries >= SHORTEST:
+                self._long = LongText(
+                    model, border_of(model, shapes, mixers, length), room=entries, vocab_size=vocab_size
+                )
+                entries = self._long.length
+        elif not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
             self._long = LongContext(model, shapes, (entries, entries // 3), vocab_size=vocab_size)
         #: Entries of the longest text that is checked.
         self.longest = max(len(ids) for ids in self.sequences) if self._long is None else entries
@@ -178,13 +189,22 @@ class Reference:
             for sequence in reversed(opened):
                 engine.pool.release(sequence)
         answers = [torch.cat(part) for part in rows]
-        found = disagreement(torch.cat(answers), torch.cat(self.logits), self.tolerance)
+        found = disagreement(torch.cat(answers), torch.cat(self.logits), self.tolerance, self._drafted)
         if found is None and in_trees:
             tree_rows = [torch.stack([part[o][at] for o, at in in_trees]) for part in (answers, self.logits)]
-            found = _in_few_rows(self.tolerance, *tree_rows, what="among rejected tokens")
+            found = self._in_few_rows(*tree_rows, what="among rejected tokens")
+        if found is None and isinstance(self._long, LongText):
+            found = disagreement(*self._long.feed(engine), self.tolerance, self._drafted)
+            return None if found is None else f"in a long text {found}"
         if found is None and self._long is not None:
-            found = _in_few_rows(self.tolerance, *self._long.feed(engine), what="after a long text")
+            found = self._in_few_rows(*self._long.feed(engine), what="after a long text")
         return found
+
+    def _in_few_rows(self, answers: torch.Tensor, wanted: torch.Tensor, *, what: str) -> str | None:
+        """As :func:`disagreement`; of few rows most must be within the usual distance, where not all must."""
+        tolerance = replace(self.tolerance, share=0.5) if self.tolerance.share else self.tolerance
+        found = disagreement(answers, wanted.to(answers.device), tolerance, self._drafted)
+        return None if found is None else f"{what} {found}"
 
     def _part(self, owner: int, sequence: KVSequence, count: int) -> _Part | None:
         """What a sequence is fed in one step; None at its end."""
@@ -233,24 +253,19 @@ def has_experts(model: PreTrainedModel) -> bool:
     return any("expert" in name and isinstance(value, int) and value > 1 for name, value in fields.items())
 
 
-def _in_few_rows(tolerance: Tolerance, answers: torch.Tensor, wanted: torch.Tensor, *, what: str) -> str | None:
-    """As :func:`disagreement`; of few rows most must be within the usual distance, where not all must."""
-    found = disagreement(
-        answers, wanted.to(answers.device), replace(tolerance, share=0.5) if tolerance.share else tolerance
-    )
-    return None if found is None else f"{what} {found}"
-
-
-def disagreement(logits: torch.Tensor, wanted: torch.Tensor, tolerance: Tolerance) -> str | None:
+def disagreement(
+    logits: torch.Tensor, wanted: torch.Tensor, tolerance: Tolerance, drafted: torch.Tensor | None = None
+) -> str | None:
     """None where rows of logits [rows, V] agree with what the stock model answers, else what differs.
 
-    The distance of a row is the root mean square, relative to the logits' spread. Tokens that are left out
-    (:mod:`engine.trimmed_outputs`) have -inf.
+    The distance of a row is the root mean square, relative to the logits' spread. ``drafted`` int64 [Vd]: all others
+    have -inf (:mod:`engine.trimmed_outputs`); None: no token has.
     """
-    if (is_left_out := wanted[:1].isneginf()[0]).any():
-        if not logits[:, is_left_out].isneginf().all():
+    if drafted is not None:
+        at = drafted.to(logits.device)
+        if not logits.index_fill(1, at, -torch.inf).isneginf().all():
             return "tokens that are left out have logits"
-        logits, wanted = logits[:, ~is_left_out], wanted[:, ~is_left_out]
+        logits, wanted = logits[:, at], wanted[:, at]
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
     distance = (logits - wanted).square().mean(-1).sqrt() / spread.clamp_min(1e-12)  # [rows]
     for bound, share in ((tolerance.usual, tolerance.share), (tolerance.worst, 0.0)):

@@ -11,7 +11,7 @@ import torch
 from engine.batch import Segment, check_segment
 from engine.hidden_states import STATE_DTYPE, StateRows
 from engine.native.decoder import NativeDecoder
-from engine.native.structs import CFeed
+from engine.native.model_structs import CFeed
 from specdec.errors import InvalidRequest
 
 
@@ -62,8 +62,8 @@ def feed(
         fed.num_logits, fed.num_states = segment.num_logits, segment.num_states
         fed.parents = parents_at + 8 * parent_start if segment.parents else None
         if (slot := segment.sequence.states) is not None:
-            fed.slot, fed.base = slot.index, slot.base if fed.length else 0
-            fed.new_base = slot.base_after(fed.length, fed.num_tokens)
+            fed.slot = slot.index
+            fed.base, fed.new_base = slot.bases(fed.length, fed.num_tokens)
             new_bases.append((slot, fed.new_base, fed.length + fed.num_tokens))
     logits = torch.empty(num_logits, decoder.num_outputs)
     caches = decoder.caches_for(longest)

@@ -26,6 +26,10 @@ class SplitModel(Protocol):
         """Key and value caches, one after another."""
         ...
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent states on this rank."""
+        ...
+
     def run(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> object:
         """Run a pass on this rank."""
         ...
@@ -58,6 +62,8 @@ def follow(model: SplitModel) -> None:
                         move_entries(model.all_caches, decode_moves(message))
                 case Operation.COPY_BLOCKS:
                     copy_blocks(model.all_caches, decode_copies(message))
+                case Operation.COPY_STATES:
+                    model.copy_states(decode_copies(message))
                 case Operation.WARM_UP:
                     model.warm_up_here()
                 case Operation.STOP:

@@ -15,6 +15,7 @@ import torch
 from engine.batch import Batch
 from engine.parallel.ranks import Words
 from engine.plan import BatchPlan
+from engine.recurrent.plan import StatePlan
 
 
 class Operation(IntEnum):
@@ -32,6 +33,8 @@ class Operation(IntEnum):
     STOP = 4
     #: :meth:`engine.runner.Runner.warm_up`.
     WARM_UP = 5
+    #: :meth:`engine.engine.Engine.copy_states`.
+    COPY_STATES = 6
 
 
 def operation_of(words: Words) -> Operation:
@@ -55,9 +58,9 @@ def decode_moves(words: Words) -> list[tuple[int, int, int, int]]:
     return list(zip(numbers, numbers, numbers, numbers, strict=True))
 
 
-def encode_copies(copies: Sequence[tuple[int, int]]) -> Words:
-    """Blocks to be copied: of each the source and the target."""
-    return _with_groups(Operation.COPY_BLOCKS, copies)
+def encode_copies(copies: Sequence[tuple[int, int]], operation: Operation = Operation.COPY_BLOCKS) -> Words:
+    """Blocks or states to be copied: of each the source and the target."""
+    return _with_groups(operation, copies)
 
 
 def decode_copies(words: Words) -> list[tuple[int, int]]:
@@ -80,6 +83,7 @@ def encode_pass(batch: Batch, state_rows: Sequence[int], state_layers: Sequence[
         np.empty(0, np.int64) if plan.ancestors is None else plan.ancestors.numpy(),
         np.array(state_rows, np.int64),
         np.array(state_layers, np.int64),
+        np.empty(0, np.int64) if batch.states is None else batch.states.numbers.numpy().ravel(),
     ]
     sizes = [len(array) for array in arrays]
     head = [2 + 3 + len(sizes) + sum(sizes), Operation.PASS, plan.max_kv_len, plan.max_rows, plan.block_size, *sizes]
@@ -89,9 +93,9 @@ def encode_pass(batch: Batch, state_rows: Sequence[int], state_layers: Sequence[
 def decode_pass(words: Words) -> tuple[Batch, list[int], tuple[int, ...]]:
     """The batch of a pass, on the host, and its rows and layers of hidden states."""
     max_kv_len, max_rows, block_size = (int(word) for word in words[2:5])
-    ends = accumulate(words[5:15].tolist(), initial=15)
+    ends = accumulate(words[5:16].tolist(), initial=16)
     parts = [words[start:end] for start, end in pairwise(ends)]
-    positions, slots, input_ids, logit_rows, row_starts, kv_lens, tables, ancestors, rows, layers = parts
+    positions, slots, input_ids, logit_rows, row_starts, kv_lens, tables, ancestors, rows, layers, states = parts
     plan = BatchPlan(
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
@@ -109,8 +113,15 @@ def decode_pass(words: Words) -> tuple[Batch, list[int], tuple[int, ...]]:
         torch.from_numpy(logit_rows),
         row_starts.tolist(),
         kv_lens.tolist(),
+        _state_plan(states.reshape(6, -1).tolist()) if len(states) else None,
     )
     return batch, rows.tolist(), tuple(layers.tolist())
+
+
+def _state_plan(numbers: Sequence[Sequence[int]]) -> StatePlan:
+    """From :attr:`StatePlan.numbers`."""
+    slots, bases, starts, ends, new_bases, _ = numbers
+    return StatePlan(slots, bases, starts, ends, new_bases, torch.device("cpu"))
 
 
 def _with_groups(operation: Operation, groups: Sequence[Sequence[int]]) -> Words:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.parallel.ranks import Ranks
+from engine.parallel.split_mixers import split_mixer
 from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: The styles of transformers' plans that are known here.
@@ -28,16 +30,32 @@ _STYLES: Final = (
 _KEY_PROJECTIONS: Final = frozenset(("k_proj", "qkv_proj", "query_key_value"))
 #: What several ranks hold the same rows of where there are fewer KV heads than ranks.
 _SHARED_PROJECTIONS: Final = frozenset(("k_proj", "v_proj"))
-#: Plans of models that transformers has none for.
+_COLUMNS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED: Final = ("feed_forward.gate_proj", "feed_forward.up_proj")
+
+
+def _plan(layers: str, colwise: Sequence[str], rowwise: Sequence[str]) -> dict[str, str]:
+    rules = dict.fromkeys(colwise, "colwise") | dict.fromkeys(rowwise, "rowwise")
+    return {f"{layers}.layers.*.{name}": style for name, style in rules.items()}
+
+
+#: What transformers' plans lack, by the type of model. Recurrent layers are split by
+#: :mod:`engine.parallel.split_mixers`.
 _PLANS: Final = {
-    "opt": {
-        f"model.decoder.layers.*.{module}": style
-        for style, modules in {
-            "colwise": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"),
-            "rowwise": ("self_attn.out_proj", "fc2"),
-        }.items()
-        for module in modules
-    }
+    "opt": _plan("model.decoder", (*_COLUMNS, "fc1"), ("self_attn.out_proj", "fc2")),
+    "lfm2": _plan(
+        "model", (*_COLUMNS, "feed_forward.w1", "feed_forward.w3"), ("self_attn.out_proj", "feed_forward.w2")
+    ),
+    "lfm3": _plan("model", (*_COLUMNS, "feed_forward.w1", "feed_forward.w3"), ("self_attn.o_proj", "feed_forward.w2")),
+    "bamba": _plan("model", (*_COLUMNS, *_GATED), ("self_attn.o_proj", "feed_forward.down_proj")),
+    "falcon_h1": _plan("model", (*_COLUMNS, *_GATED), ("self_attn.o_proj", "feed_forward.down_proj")),
+    "granitemoehybrid": _plan("model", _COLUMNS, ("self_attn.o_proj", "shared_mlp.output_linear"))
+    | {"model.layers.*.shared_mlp.input_linear": "packed_colwise"},
+    "nemotron_h": _plan(
+        "model",
+        ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.up_proj"),
+        ("mixer.o_proj", "mixer.down_proj"),
+    ),
 }
 
 
@@ -67,6 +85,7 @@ def plan_split(config: PreTrainedConfig, size: int, *, trust_remote_code: bool) 
             copy.deepcopy(config), trust_remote_code=trust_remote_code
         )
     name, own = type(model).__name__, _PLANS.get(config.model_type, {})
+    own = own | {rule: "replicate" for rule in model.tp_plan or {} if ".linear_attn." in rule} | _of_tied(model)
     plan: dict[str, str] = (model.tp_plan or {}) | own
     if not any(".layers." in f".{rule}" or ".h." in rule for rule in plan):
         raise ModelNotSupported(
@@ -91,6 +110,14 @@ def plan_split(config: PreTrainedConfig, size: int, *, trust_remote_code: bool) 
     return DistributedConfig(tp_size=size, tp_plan=own or None)
 
 
+def _of_tied(model: Any) -> dict[str, str]:
+    """Rules for an embedding and an output layer of one weight where transformers' plan has one for one of them."""
+    both = (model.get_input_embeddings(), "embedding_rowwise"), (model.get_output_embeddings(), "colwise_gather_output")
+    rules = {name: style for name, module in model.named_modules() for part, style in both if module is part}
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    return rules if is_tied and not rules.keys().isdisjoint(model.tp_plan or {}) else {}
+
+
 def make_local(model: PreTrainedModel, ranks: Ranks) -> None:
     """Turn a model that transformers has split into plain modules on this rank's parts, in place."""
     plan: dict[str, str] = model.tp_plan or {}
@@ -111,6 +138,9 @@ def make_local(model: PreTrainedModel, ranks: Ranks) -> None:
         split = _split(module, style, ranks, vocab_size=vocab_size, rows_before=rows_before.get(name, 0))
         if split is not module:
             model.get_submodule(parent)._modules[leaf] = split
+    for mixer in list(model.modules()):
+        if (out := split_mixer(mixer, ranks)) is not None:
+            mixer._modules["out_proj"] = SummedLinear(out, ranks)
     _count_heads(model, ranks)
 
 

@@ -29,11 +29,11 @@ class StateSlot:
         """Whether the state after ``length`` entries can be had. That after none always can."""
         return length == 0 or self.base <= length <= self.end
 
-    def base_after(self, length: int, num_rows: int) -> int:
-        """The base once ``num_rows`` rows are fed after ``length`` entries."""
+    def bases(self, length: int, num_rows: int) -> tuple[int, int]:
+        """The bases before and after ``num_rows`` rows that are fed after ``length`` entries."""
         end = length + num_rows
         base = self.base if length else 0
-        return max(base, min(length, end - self.num_kept), end - NUM_RECORDS)
+        return base, max(base, min(length, end - self.num_kept), end - NUM_RECORDS)
 
     def forget(self) -> None:
         """Nothing is known of the entries any more."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc.aio
 
@@ -14,10 +18,11 @@ from specdec.direct_draft import DirectDraftSession
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.rpc.session_stream import MessageStream
-from specdec.rpc.status import rebuild_error
+from specdec.rpc.status import error_from_rpc, rebuild_error
 from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
+from specdec.v1.types_pb2 import StateMapPart
 
 
 class GrpcTarget(ModelServer):
@@ -26,6 +31,11 @@ class GrpcTarget(ModelServer):
     def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
         """``address`` is where the channel leads."""
         super().__init__(channel, "specdec.v1.TargetService", address)
+        self._put_state_map: Callable[[], Any] = channel.stream_unary(
+            "/specdec.v1.TargetService/PutStateMap",
+            request_serializer=StateMapPart.SerializeToString,
+            response_deserializer=pb.PutStateMapResponse.FromString,
+        )
 
     async def open(self, spec: SessionSpec) -> GrpcTargetSession:
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
@@ -45,6 +55,20 @@ class GrpcTarget(ModelServer):
             await stream.close()
             raise
         return session
+
+    async def put_state_map(self, parts: AsyncIterator[StateMapPart]) -> None:
+        """See :class:`specdec.backends.StateMapTaker`."""
+        call = self._put_state_map()
+        try:
+            with suppress(asyncio.InvalidStateError):  # it has answered already
+                async for part in parts:
+                    await call.write(part)
+                await call.done_writing()
+            await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()
 
 
 class GrpcTargetSession:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gateway.decoding.context import DecodingContext
@@ -49,6 +49,11 @@ PARAMETERS: Final = frozenset(row.name for row in parameters())
 
 #: Tokens up to which an answer ends before a draft can help.
 SHORT_ANSWER: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption(Verdict):
+    """In the place of a verdict: what the one before was followed by is lost, and may take a while. Without tokens."""
 
 
 class Decoding:
@@ -127,8 +132,8 @@ class Decoding:
         return PlainReason.PACING
 
     async def verdicts(self) -> AsyncGenerator[Verdict, None]:
-        """Everything that is committed, as it is committed; the last verdict has a finish reason. One without tokens
-        and without a reason says that what the one before was followed by is lost, and may take a while.
+        """Everything that is committed, as it is committed; the last verdict has a finish reason. There may be
+        :class:`Interruption` s.
 
         Leaving the iteration early, by ``aclose`` or cancellation, closes every session.
 
@@ -177,7 +182,7 @@ class Decoding:
         while True:
             if self._loss is not None:
                 if self._is_followed:
-                    return Verdict(0, len(self._state), ())
+                    return Interruption(0, len(self._state), ())
                 loss, self._loss = self._loss, None
                 await target.recover(loss)
             was_open = target.is_open

@@ -112,7 +112,10 @@ class TargetClient:
             num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
         )
-        self._session = session = await self._replica.backend.open(states.asked_in(spec))
+        spec = states.asked_in(spec)
+        self._session = session = await self._replica.backend.open(spec)
+        if session.opened.wants_state_map:
+            self._router.carry_state_map(self._replica, spec)
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
         self._has_opened.set()

@@ -14,7 +14,7 @@ from gateway.access.caller import current_caller
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.grpc.attaching import serve_attachment
 from gateway.grpc.reading import GenerateCall, read_detokenize, read_generate, read_tokenize
-from gateway.requests.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText
+from gateway.requests.types import FinalChunk, GenerationChunk, PromptReport
 from gateway.text.processor import TextProcessor
 from specdec import codec
 from specdec.errors import InvalidRequest
@@ -141,7 +141,7 @@ def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
         text=chunk.content,
         token_ids=chunk.token_ids,
-        logprobs=[_write_position(position) for position in chunk.logprobs],
+        logprobs=codec.encode_logprobs(entry.position for entry in chunk.logprobs),
         token_metrics=[pb.TokenMetrics(**each.report()) for each in chunk.token_metrics],
         request_id=chunk.request_id,
         index=chunk.index,
@@ -172,11 +172,3 @@ def _write_final(final: FinalChunk, response: pb.GenerateResponse) -> None:
         )
     )
     response.speculation.CopyFrom(pb.SpeculationMetrics(**final.speculation.report()))
-
-
-def _write_position(position: TokenLogprobs) -> types_pb.PositionLogprobs:
-    return types_pb.PositionLogprobs(token=_write_token(position.token), top=map(_write_token, position.top))
-
-
-def _write_token(token: TokenText) -> types_pb.TokenLogprob:
-    return types_pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)

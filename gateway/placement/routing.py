@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Generic, Self, TypeVar
 
 from gateway.placement.prefix_routes import PrefixRoutes
+from gateway.placement.state_map_carrier import StateMapCarrier
 from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.types import ModelInfo, ServerLoad, SessionSpec
@@ -176,6 +177,7 @@ class Router:
         self._draft_methods: dict[str, None] = {}
         self._target_came_up = asyncio.Event()
         self._prefixes = PrefixRoutes()
+        self._carrier = StateMapCarrier()
 
     @classmethod
     async def local(cls, target: TargetBackend, draft: DraftBackend | None = None) -> Self:
@@ -297,6 +299,13 @@ class Router:
         replica = self.pick_draft(session_id, method)
         infos = [other.info for other in ([replica] if replica is not None else self._drafts_of(method).replicas)]
         return next((HiddenStateSpec.of(info) for info in infos if info is not None), HiddenStateSpec())
+
+    def carry_state_map(self, target: Replica[TargetBackend], spec: SessionSpec) -> None:
+        """A target lacks the map of a session, and would take it: begin to bring it there."""
+        for draft in self.drafts.usable:
+            if draft.info is not None and draft.info.hidden_state_map == spec.hidden_state_map:
+                self._carrier.carry(target.name, target.backend, draft.backend, spec)
+                return
 
     def _with_prefix(
         self, prefixes: Sequence[bytes], avoid: Collection[Replica[TargetBackend]]

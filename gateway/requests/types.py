@@ -11,9 +11,10 @@ from gateway.decoding.round import Origin
 from gateway.requests.call_trace import CallTrace
 from gateway.text.message import AssistantMessage, MessageDelta
 from gateway.text.replies import ReplyPlan
+from specdec.logprobs import PositionLogprobs
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from specdec.types import FinishReason, PositionLogprobs
+from specdec.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +57,10 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenText:
-    """A token in a log-probability report."""
-
-    token_id: int
-    #: The token on its own; bytes that are no characters show as U+FFFD.
-    text: str
-    #: Its bytes in the text.
-    data: bytes
-    #: Log-probability under the raw model distribution, in nats.
-    logprob: float
-    #: Rank by probability; 1 is the most likely.
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the token that stands there, the most likely ones, and where its text starts."""
+    """The log-probabilities at a position of an answer, and where the token's text starts."""
 
-    token: TokenText
-    #: Best first.
-    top: tuple[TokenText, ...]
+    position: PositionLogprobs
     #: Characters of the answer before the token.
     text_offset: int
 

@@ -22,16 +22,10 @@ from gateway.requests.types import (
     GenerationChunk,
     GenerationRequest,
     Sample,
-    TokenLogprobs,
-    TokenText,
     TokenUsage,
 )
 from gateway.rest.schemas import SamplingBody
 from specdec.errors import InvalidRequest, quote
-from specdec.types import PositionLogprobs
-
-#: JSON has no infinity; vLLM reports impossible tokens with this, too.
-LOWEST_LOGPROB = -9999.0
 
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 IGNORED_HEADER = "X-Ignored-Fields"
@@ -174,57 +168,3 @@ def finish_fields(final: FinalChunk | None) -> dict[str, Any]:
     if final is None:
         return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason}
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry."""
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def token_name(token: TokenText, body: SamplingBody) -> str:
-    """What log-probabilities call a token: its text, or vLLM's name of its id."""
-    return f"token_id:{token.token_id}" if body.return_tokens_as_token_ids else token.text
-
-
-def chat_logprobs(positions: Sequence[TokenLogprobs], body: SamplingBody) -> dict[str, Any]:
-    """OpenAI's log-probabilities of chat choices."""
-
-    def entry(token: TokenText) -> dict[str, Any]:
-        return {"token": token_name(token, body), "logprob": finite(token.logprob), "bytes": list(token.data)}
-
-    content = [
-        entry(position.token) | {"top_logprobs": [entry(token) for token in position.top]} for position in positions
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(
-    positions: Sequence[TokenLogprobs], body: SamplingBody, offset: int = 0
-) -> dict[str, list[Any]]:
-    """OpenAI's log-probabilities of completion choices; ``offset`` characters stand before the generated text."""
-    return {
-        "text_offset": [offset + position.text_offset for position in positions],
-        "token_logprobs": [finite(position.token.logprob) for position in positions],
-        "tokens": [token_name(position.token, body) for position in positions],
-        "top_logprobs": [
-            {token_name(token, body): finite(token.logprob) for token in (*position.top, position.token)}
-            for position in positions
-        ],
-    }
-
-
-def prompt_logprobs_object(positions: Sequence[PositionLogprobs], generation: Generation) -> list[Any]:
-    """vLLM's ``prompt_logprobs``: null for the first token, then an object by token id."""
-    tokenizer = generation.tokenizer
-
-    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        text = tokenizer.token_text(token_id) if tokenizer is not None else None
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
-
-    return [
-        None,
-        *(
-            {str(token.token_id): entry(token.token_id, token.logprob, token.rank) for token in (*at.top, at.token)}
-            for at in positions
-        ),
-    ]

@@ -14,16 +14,15 @@ from gateway.generation import Generation
 from gateway.requests.types import GenerationChunk, GenerationRequest, PromptReport, Sample
 from gateway.rest.answers import (
     Totals,
-    chat_logprobs,
     finish_fields,
     head_of,
     name_ignored,
-    prompt_logprobs_object,
     run_all,
     timeout_of,
     token_fields,
 )
 from gateway.rest.events import EventResponse, while_connected
+from gateway.rest.logprobs import LogprobWriter, prompt_logprobs
 from gateway.rest.schemas import ChatBody
 from gateway.rest.whole_answer import WholeLogprobs, WholeResponse
 from gateway.text.message import AssistantMessage, CallDelta, MessageDelta
@@ -50,6 +49,7 @@ class Chat:
         self._n = body.n or 1
         self._request = self._make_request(timeout_of(request))
         self._totals = Totals()
+        self._logprobs = LogprobWriter(generation.tokenizer, shows_ids=bool(body.return_tokens_as_token_ids))
 
     def _make_request(self, timeout_s: float | None) -> GenerationRequest:
         body = self._body
@@ -77,7 +77,7 @@ class Chat:
             sample, logprobs = samples[chunk.index]
             sample.add(replace(chunk, logprobs=()))
             if logprobs is not None:
-                logprobs.add(chat_logprobs(chunk.logprobs, self._body))
+                logprobs.add(self._logprobs.chat(chunk.logprobs))
             prompt = chunk.prompt or prompt
         choices = [(self._choice(sample), logprobs) for sample, logprobs in samples]
         more = {"usage": self._totals.usage(), "metrics": self._totals.metrics(), **self._prompt_fields(prompt)}
@@ -148,7 +148,7 @@ class Chat:
                 **_thoughts(delta.reasoning),
                 **({"tool_calls": list(map(_call_piece, delta.calls))} if delta.calls else {}),
             },
-            "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
+            "logprobs": self._logprobs.chat(chunk.logprobs) if asked else None,
             **finish_fields(chunk.final),
         }
 
@@ -157,7 +157,7 @@ class Chat:
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = list(prompt.token_ids)
         if self._body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
+            fields["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._generation.tokenizer)
         return fields
 
 

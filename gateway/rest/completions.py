@@ -14,21 +14,17 @@ from gateway.generation import Generation
 from gateway.requests.types import GenerationChunk, GenerationRequest, PromptReport
 from gateway.rest.answers import (
     Totals,
-    completion_logprobs,
     finish_fields,
-    finite,
     head_of,
     name_ignored,
-    prompt_logprobs_object,
     run_all,
     timeout_of,
     token_fields,
-    token_name,
 )
 from gateway.rest.events import EventResponse, while_connected
+from gateway.rest.logprobs import LogprobWriter, prompt_logprobs
 from gateway.rest.schemas import CompletionBody
 from gateway.rest.whole_answer import WholeLogprobs, WholeResponse
-from gateway.samples import describe_token
 from gateway.text.detokenizer import Detokenizer
 from specdec.errors import InvalidRequest, quote
 from specdec.params import DEFAULT_MAX_TOKENS
@@ -56,6 +52,7 @@ class Completion:
         self._prompt_only = bool(body.echo) and body.limit_tokens() == 0
         self._requests = self._make_requests(timeout_of(request))
         self._totals = Totals()
+        self._logprobs = LogprobWriter(generation.tokenizer, shows_ids=bool(body.return_tokens_as_token_ids))
         #: Characters before the generated text, by choice; known with the first chunk.
         self._offsets: dict[int, int] = {}
 
@@ -146,7 +143,7 @@ class Completion:
             self._offsets[choice] = len(echo)
         logprobs = None
         if body.logprobs is not None:
-            logprobs = completion_logprobs(chunk.logprobs, body, self._offsets[choice])
+            logprobs = self._logprobs.completion(chunk.logprobs, self._offsets[choice])
             if body.echo and prompt is not None:
                 before = self._echo_logprobs(prompt)
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
@@ -154,7 +151,7 @@ class Completion:
         if body.return_token_ids and prompt is not None:
             result["prompt_token_ids"] = list(prompt.token_ids)
         if body.prompt_logprobs is not None and prompt is not None:
-            result["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
+            result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs, self._generation.tokenizer)
         return result
 
     def _echo(self, number: int, prompt: PromptReport) -> str:
@@ -163,28 +160,14 @@ class Completion:
 
     def _echo_logprobs(self, prompt: PromptReport) -> dict[str, list[Any]]:
         """The prompt's own log-probabilities; its first token has none."""
-        tokenizer, body = self._generation.tokenizer, self._body
-        tokens, offsets, end = [], [], 0
+        tokenizer = self._generation.tokenizer
+        offsets, end = [], 0
         reader = Detokenizer(tokenizer, skip_special_tokens=True) if tokenizer is not None else None
         for token_id in prompt.token_ids:
-            text = tokenizer.token_text(token_id) if tokenizer is not None else ""
-            tokens.append(f"token_id:{token_id}" if body.return_tokens_as_token_ids else text)
             offsets.append(end)
             end += len(reader.feed(token_id)) if reader is not None else 0
-        chosen = [describe_token(position.token, tokenizer) for position in prompt.logprobs]
-        tops = [[describe_token(token, tokenizer) for token in position.top] for position in prompt.logprobs]
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [None, *(finite(token.logprob) for token in chosen)],
-            "tokens": tokens,
-            "top_logprobs": [
-                None,
-                *(
-                    {token_name(entry, body): finite(entry.logprob) for entry in (*top, token)}
-                    for top, token in zip(tops, chosen, strict=True)
-                ),
-            ],
-        }
+        tokens = list(map(self._logprobs.name, prompt.token_ids))
+        return {"text_offset": offsets, "tokens": tokens, **self._logprobs.echo(prompt.logprobs)}
 
 
 def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:

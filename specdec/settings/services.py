@@ -32,6 +32,7 @@ class TargetSettings:
     scheduler: SchedulerSettings = SchedulerSettings()
     verification: Rule = option(DEFAULT_RULE, "rule for sessions that name none")
     hidden_state_maps: tuple[str, ...] = option((), "folders of draft heads whose first layer runs here")
+    max_state_map_bytes: int = option(2**30, "bytes of such layers that drafts may send; 0 takes none", ge=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"\x9f\x01\n\x0c\x44raftRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.specdec.v1.OpenDraftSessionH\x00\x12&\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.AdvanceH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x42\x06\n\x04kind\"\xb7\x02\n\x10OpenDraftSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\r\n\x05owner\x18\n \x01(\t\x12\x0e\n\x06\x63lient\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\"\xca\x01\n\x07\x41\x64vance\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1f\n\x13num_ahead_proposals\x18\x06 \x01(\rB\x02\x18\x01\x12/\n\rhidden_states\x18\x07 \x03(\x0b\x32\x18.specdec.v1.HiddenStates\x12\x15\n\rstream_tokens\x18\x08 \x01(\rJ\x04\x08\x05\x10\x06\"\xa1\x01\n\rDraftResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.specdec.v1.DraftSessionOpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x12,\n\x0emore_proposals\x18\x03 \x03(\x0b\x32\x14.specdec.v1.ProposalB\x06\n\x04kind\"o\n\x12\x44raftSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x03 \x01(\r\x12\x0f\n\x07streams\x18\x04 \x01(\x08\"\x9d\x01\n\x10\x44raftStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05\x63lose\x18\x02 \x03(\t\x12*\n\x04open\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.OpenDraftSession\x12,\n\x08\x61\x64vances\x18\x04 \x03(\x0b\x32\x1a.specdec.v1.SessionAdvance\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"J\n\x0eSessionAdvance\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.Advance\"x\n\x11\x44raftStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\tproposals\x18\x02 \x03(\x0b\x32\x1b.specdec.v1.SessionProposal\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.specdec.v1.LostSession\"M\n\x0fSessionProposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.Proposal\"0\n\x0bLostSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"L\n\x0eRelayedRequest\x12\x0f\n\x07session\x18\x01 \x01(\r\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.specdec.v1.DraftRequest\"^\n\x0fRelayedResponse\x12\x0f\n\x07session\x18\x01 \x01(\r\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.specdec.v1.DraftResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\xf2\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12M\n\nDraftSteps\x12\x1c.specdec.v1.DraftStepRequest\x1a\x1d.specdec.v1.DraftStepResponse(\x01\x30\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\")\n\x12GetStateMapRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"\x9f\x01\n\x0c\x44raftRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.specdec.v1.OpenDraftSessionH\x00\x12&\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.AdvanceH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x42\x06\n\x04kind\"\xb7\x02\n\x10OpenDraftSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\r\n\x05owner\x18\n \x01(\t\x12\x0e\n\x06\x63lient\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\"\xca\x01\n\x07\x41\x64vance\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1f\n\x13num_ahead_proposals\x18\x06 \x01(\rB\x02\x18\x01\x12/\n\rhidden_states\x18\x07 \x03(\x0b\x32\x18.specdec.v1.HiddenStates\x12\x15\n\rstream_tokens\x18\x08 \x01(\rJ\x04\x08\x05\x10\x06\"\xa1\x01\n\rDraftResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.specdec.v1.DraftSessionOpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x12,\n\x0emore_proposals\x18\x03 \x03(\x0b\x32\x14.specdec.v1.ProposalB\x06\n\x04kind\"o\n\x12\x44raftSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x03 \x01(\r\x12\x0f\n\x07streams\x18\x04 \x01(\x08\"\x9d\x01\n\x10\x44raftStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05\x63lose\x18\x02 \x03(\t\x12*\n\x04open\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.OpenDraftSession\x12,\n\x08\x61\x64vances\x18\x04 \x03(\x0b\x32\x1a.specdec.v1.SessionAdvance\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"J\n\x0eSessionAdvance\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.Advance\"x\n\x11\x44raftStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\tproposals\x18\x02 \x03(\x0b\x32\x1b.specdec.v1.SessionProposal\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.specdec.v1.LostSession\"M\n\x0fSessionProposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.Proposal\"0\n\x0bLostSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"L\n\x0eRelayedRequest\x12\x0f\n\x07session\x18\x01 \x01(\r\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.specdec.v1.DraftRequest\"^\n\x0fRelayedResponse\x12\x0f\n\x07session\x18\x01 \x01(\r\x12+\n\x08response\x18\x02 \x01(\x0b\x32\x19.specdec.v1.DraftResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\xbd\x02\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12M\n\nDraftSteps\x12\x1c.specdec.v1.DraftStepRequest\x1a\x1d.specdec.v1.DraftStepResponse(\x01\x30\x01\x12I\n\x0bGetStateMap\x12\x1e.specdec.v1.GetStateMapRequest\x1a\x18.specdec.v1.StateMapPart0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +38,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADVANCE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_ADVANCE'].fields_by_name['num_ahead_proposals']._loaded_options = None
   _globals['_ADVANCE'].fields_by_name['num_ahead_proposals']._serialized_options = b'\030\001'
-  _globals['_DRAFTREQUEST']._serialized_start=71
-  _globals['_DRAFTREQUEST']._serialized_end=230
-  _globals['_OPENDRAFTSESSION']._serialized_start=233
-  _globals['_OPENDRAFTSESSION']._serialized_end=544
-  _globals['_ADVANCE']._serialized_start=547
-  _globals['_ADVANCE']._serialized_end=749
-  _globals['_DRAFTRESPONSE']._serialized_start=752
-  _globals['_DRAFTRESPONSE']._serialized_end=913
-  _globals['_DRAFTSESSIONOPENED']._serialized_start=915
-  _globals['_DRAFTSESSIONOPENED']._serialized_end=1026
-  _globals['_DRAFTSTEPREQUEST']._serialized_start=1029
-  _globals['_DRAFTSTEPREQUEST']._serialized_end=1186
-  _globals['_SESSIONADVANCE']._serialized_start=1188
-  _globals['_SESSIONADVANCE']._serialized_end=1262
-  _globals['_DRAFTSTEPRESPONSE']._serialized_start=1264
-  _globals['_DRAFTSTEPRESPONSE']._serialized_end=1384
-  _globals['_SESSIONPROPOSAL']._serialized_start=1386
-  _globals['_SESSIONPROPOSAL']._serialized_end=1463
-  _globals['_LOSTSESSION']._serialized_start=1465
-  _globals['_LOSTSESSION']._serialized_end=1513
-  _globals['_RELAYEDREQUEST']._serialized_start=1515
-  _globals['_RELAYEDREQUEST']._serialized_end=1591
-  _globals['_RELAYEDRESPONSE']._serialized_start=1593
-  _globals['_RELAYEDRESPONSE']._serialized_end=1687
-  _globals['_DRAFTSERVICE']._serialized_start=1690
-  _globals['_DRAFTSERVICE']._serialized_end=1932
+  _globals['_GETSTATEMAPREQUEST']._serialized_start=70
+  _globals['_GETSTATEMAPREQUEST']._serialized_end=111
+  _globals['_DRAFTREQUEST']._serialized_start=114
+  _globals['_DRAFTREQUEST']._serialized_end=273
+  _globals['_OPENDRAFTSESSION']._serialized_start=276
+  _globals['_OPENDRAFTSESSION']._serialized_end=587
+  _globals['_ADVANCE']._serialized_start=590
+  _globals['_ADVANCE']._serialized_end=792
+  _globals['_DRAFTRESPONSE']._serialized_start=795
+  _globals['_DRAFTRESPONSE']._serialized_end=956
+  _globals['_DRAFTSESSIONOPENED']._serialized_start=958
+  _globals['_DRAFTSESSIONOPENED']._serialized_end=1069
+  _globals['_DRAFTSTEPREQUEST']._serialized_start=1072
+  _globals['_DRAFTSTEPREQUEST']._serialized_end=1229
+  _globals['_SESSIONADVANCE']._serialized_start=1231
+  _globals['_SESSIONADVANCE']._serialized_end=1305
+  _globals['_DRAFTSTEPRESPONSE']._serialized_start=1307
+  _globals['_DRAFTSTEPRESPONSE']._serialized_end=1427
+  _globals['_SESSIONPROPOSAL']._serialized_start=1429
+  _globals['_SESSIONPROPOSAL']._serialized_end=1506
+  _globals['_LOSTSESSION']._serialized_start=1508
+  _globals['_LOSTSESSION']._serialized_end=1556
+  _globals['_RELAYEDREQUEST']._serialized_start=1558
+  _globals['_RELAYEDREQUEST']._serialized_end=1634
+  _globals['_RELAYEDRESPONSE']._serialized_start=1636
+  _globals['_RELAYEDRESPONSE']._serialized_end=1730
+  _globals['_DRAFTSERVICE']._serialized_start=1733
+  _globals['_DRAFTSERVICE']._serialized_end=2050
 # @@protoc_insertion_point(module_scope)

@@ -46,6 +46,11 @@ class DraftServiceStub:
                 request_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.FromString,
                 _registered_method=True)
+        self.GetStateMap = channel.unary_stream(
+                '/specdec.v1.DraftService/GetStateMap',
+                request_serializer=specdec_dot_v1_dot_draft__service__pb2.GetStateMapRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_types__pb2.StateMapPart.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/specdec.v1.DraftService/GetModelInfo',
                 request_serializer=specdec_dot_v1_dot_types__pb2.GetModelInfoRequest.SerializeToString,
@@ -74,6 +79,13 @@ class DraftServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStateMap(self, request, context):
+        """The first layer of the head, in parts. NOT_FOUND where it has another one, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Describes the drafter and the load.
         """
@@ -93,6 +105,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.DraftSteps,
                     request_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.SerializeToString,
+            ),
+            'GetStateMap': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetStateMap,
+                    request_deserializer=specdec_dot_v1_dot_draft__service__pb2.GetStateMapRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_types__pb2.StateMapPart.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -155,6 +172,33 @@ class DraftService:
             '/specdec.v1.DraftService/DraftSteps',
             specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.SerializeToString,
             specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStateMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specdec.v1.DraftService/GetStateMap',
+            specdec_dot_v1_dot_draft__service__pb2.GetStateMapRequest.SerializeToString,
+            specdec_dot_v1_dot_types__pb2.StateMapPart.FromString,
             options,
             channel_credentials,
             insecure,

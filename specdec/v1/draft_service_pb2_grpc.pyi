@@ -43,6 +43,8 @@ class DraftServiceStub:
     """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
     one message. The end of the stream ends its sessions.
     """
+    GetStateMap: _grpc.UnaryStreamMultiCallable[_draft_service_pb2.GetStateMapRequest, _types_pb2.StateMapPart]
+    """The first layer of the head, in parts. NOT_FOUND where it has another one, or none."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
     """Describes the drafter and the load."""
 
@@ -60,6 +62,8 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
     one message. The end of the stream ends its sessions.
     """
+    GetStateMap: _aio.UnaryStreamMultiCallable[_draft_service_pb2.GetStateMapRequest, _types_pb2.StateMapPart]  # type: ignore[assignment]
+    """The first layer of the head, in parts. NOT_FOUND where it has another one, or none."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the drafter and the load."""
 
@@ -86,6 +90,14 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
         one message. The end of the stream ends its sessions.
         """
+
+    @_abc_1.abstractmethod
+    def GetStateMap(
+        self,
+        request: _draft_service_pb2.GetStateMapRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.StateMapPart], _abc.AsyncIterator[_types_pb2.StateMapPart]]:
+        """The first layer of the head, in parts. NOT_FOUND where it has another one, or none."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(

@@ -21,6 +21,23 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class PutStateMapResponse(_message.Message):
+    """The target has the map."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutStateMapResponse: _TypeAlias = PutStateMapResponse  # noqa: Y015
+
+@_typing.final
 class VerifyRequest(_message.Message):
     """From the gateway to the target."""
 
@@ -199,6 +216,7 @@ class OpenTargetSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
+    PACKS_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing."""
     epoch: _builtins.int
@@ -237,6 +255,8 @@ class OpenTargetSession(_message.Message):
     """Fingerprint of the head's first layer (ModelInfo.hidden_state_map): a target that has it sends what the layer makes of
     the states, another one the states themselves. Their num_features differ. Empty: the states themselves.
     """
+    packs_logprobs: _builtins.bool
+    """Log-probabilities may come packed (PositionLogprobs.packed_top), which older targets never do."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -280,10 +300,11 @@ class OpenTargetSession(_message.Message):
         cache_salt: _builtins.str = ...,
         hidden_state_dtype: _builtins.str = ...,
         hidden_state_map: _builtins.str = ...,
+        packs_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -478,6 +499,7 @@ class TargetSessionOpened(_message.Message):
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_RELAYED_DRAFTS_FIELD_NUMBER: _builtins.int
+    WANTS_STATE_MAP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -494,6 +516,8 @@ class TargetSessionOpened(_message.Message):
     """Whether they may be on other machines: host:port, without TLS."""
     asks_relayed_drafts: _builtins.bool
     """Whether it takes open_draft without an address."""
+    wants_state_map: _builtins.bool
+    """Whether the target would take the session's hidden_state_map (PutStateMap), which it does not have."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -510,10 +534,11 @@ class TargetSessionOpened(_message.Message):
         asks_drafts: _builtins.bool = ...,
         asks_remote_drafts: _builtins.bool = ...,
         asks_relayed_drafts: _builtins.bool = ...,
+        wants_state_map: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification", "wants_state_map", b"wants_state_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,11 @@ class TargetServiceStub:
                 request_serializer=specdec_dot_v1_dot_target__service__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_target__service__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.PutStateMap = channel.stream_unary(
+                '/specdec.v1.TargetService/PutStateMap',
+                request_serializer=specdec_dot_v1_dot_types__pb2.StateMapPart.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_target__service__pb2.PutStateMapResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/specdec.v1.TargetService/GetModelInfo',
                 request_serializer=specdec_dot_v1_dot_types__pb2.GetModelInfoRequest.SerializeToString,
@@ -60,6 +65,14 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutStateMap(self, request_iterator, context):
+        """Takes the first layer of a draft's head, for sessions that name it from then on. It is kept while they are open, and
+        then until another one needs the memory. RESOURCE_EXHAUSTED where there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Describes the model and the load.
         """
@@ -74,6 +87,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=specdec_dot_v1_dot_target__service__pb2.VerifyRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_target__service__pb2.VerifyResponse.SerializeToString,
+            ),
+            'PutStateMap': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutStateMap,
+                    request_deserializer=specdec_dot_v1_dot_types__pb2.StateMapPart.FromString,
+                    response_serializer=specdec_dot_v1_dot_target__service__pb2.PutStateMapResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -109,6 +127,33 @@ class TargetService:
             '/specdec.v1.TargetService/Verify',
             specdec_dot_v1_dot_target__service__pb2.VerifyRequest.SerializeToString,
             specdec_dot_v1_dot_target__service__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutStateMap(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/specdec.v1.TargetService/PutStateMap',
+            specdec_dot_v1_dot_types__pb2.StateMapPart.SerializeToString,
+            specdec_dot_v1_dot_target__service__pb2.PutStateMapResponse.FromString,
             options,
             channel_credentials,
             insecure,

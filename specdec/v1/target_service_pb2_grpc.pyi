@@ -38,6 +38,10 @@ class TargetServiceStub:
     """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
     it comes, releases the session's KV cache; later sessions may take over what it held.
     """
+    PutStateMap: _grpc.StreamUnaryMultiCallable[_types_pb2.StateMapPart, _target_service_pb2.PutStateMapResponse]
+    """Takes the first layer of a draft's head, for sessions that name it from then on. It is kept while they are open, and
+    then until another one needs the memory. RESOURCE_EXHAUSTED where there is none.
+    """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
     """Describes the model and the load."""
 
@@ -49,6 +53,10 @@ class TargetServiceAsyncStub(TargetServiceStub):
     Verify: _aio.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
     it comes, releases the session's KV cache; later sessions may take over what it held.
+    """
+    PutStateMap: _aio.StreamUnaryMultiCallable[_types_pb2.StateMapPart, _target_service_pb2.PutStateMapResponse]  # type: ignore[assignment]
+    """Takes the first layer of a draft's head, for sessions that name it from then on. It is kept while they are open, and
+    then until another one needs the memory. RESOURCE_EXHAUSTED where there is none.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the model and the load."""
@@ -64,6 +72,16 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_target_service_pb2.VerifyResponse], _abc.AsyncIterator[_target_service_pb2.VerifyResponse]]:
         """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
         it comes, releases the session's KV cache; later sessions may take over what it held.
+        """
+
+    @_abc_1.abstractmethod
+    def PutStateMap(
+        self,
+        request_iterator: _MaybeAsyncIterator[_types_pb2.StateMapPart],
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_service_pb2.PutStateMapResponse, _abc.Awaitable[_target_service_pb2.PutStateMapResponse]]:
+        """Takes the first layer of a draft's head, for sessions that name it from then on. It is kept while they are open, and
+        then until another one needs the memory. RESOURCE_EXHAUSTED where there is none.
         """
 
     @_abc_1.abstractmethod

@@ -476,6 +476,11 @@ class PositionLogprobs(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    PACKED_TOP_FIELD_NUMBER: _builtins.int
+    packed_top: _builtins.bytes
+    """In place of top, from a target to a gateway that asked for it: for each token its id, uint32, and its log-probability,
+    float32, little-endian.
+    """
     @_builtins.property
     def token(self) -> Global___TokenLogprob:
         """The token that stands at the position."""
@@ -489,10 +494,11 @@ class PositionLogprobs(_message.Message):
         *,
         token: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        packed_top: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["packed_top", b"packed_top", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,6 +617,46 @@ class ModelInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class StateMapPart(_message.Message):
+    """A part of the first layer of a head (ModelInfo.hidden_state_map) on its way to a target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MAX_SHARE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """First part: the map's fingerprint, which the target computes again."""
+    num_bytes: _builtins.int
+    """First part: bytes of the data of all parts."""
+    client: _builtins.str
+    """First part: the client of the session that asked for it, whose share of the target's memory for maps it takes."""
+    max_share: _builtins.float
+    """First part: that share; unset: all of it."""
+    data: _builtins.bytes
+    """The next bytes of a safetensors file: the map's tensors, with what else it consists of as the metadata."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        client: _builtins.str = ...,
+        max_share: _builtins.float | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_share", b"_max_share", "max_share", b"max_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_share", b"_max_share", "client", b"client", "data", b"data", "fingerprint", b"fingerprint", "max_share", b"max_share", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_share: _TypeAlias = _typing.Literal["max_share"]  # noqa: Y015
+    _WhichOneofArgType__max_share: _TypeAlias = _typing.Literal["_max_share", b"_max_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_share) -> _WhichOneofReturnType__max_share | None: ...
+
+Global___StateMapPart: _TypeAlias = StateMapPart  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):

@@ -13,8 +13,8 @@ from engine.sampling import sparse
 from engine.sampling.state import SamplingState
 from specdec import trees
 from specdec.errors import InternalError, InvalidRequest, TandemError
+from specdec.logprobs import PositionLogprobs
 from specdec.rules import Rule, SparseRow
-from specdec.types import PositionLogprobs
 from target_service.grammar.grammar import Grammar
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -209,18 +210,18 @@ class _Group:
         """
         count = len(self.rounds)
         outcomes: list[Outcome | None] = []
-        at = 3 * count
-        width = 2 + 2 * self._num_top
+        scored = np.asarray(values[3 * count :], np.float64).reshape(-1, 2 + 2 * self._num_top)
+        at = 0
         for b, r in enumerate(self.rounds):
             end = int(values[b])
             is_valid = bool(values[2 * count + b])
             outcome = r.outcome(end, int(values[count + b])) if is_valid else r.failure(end, logits)
             if r.logprobs is not None:
-                starts = [at, *(at + width * (i + 1) for i in outcome.path)]
-                scored = zip(starts, outcome.token_ids, strict=False)
-                logprobs = tuple(read(values[s : s + width], token_id, r.logprobs) for s, token_id in scored)
-                outcome = replace(outcome, logprobs=logprobs)
-                at += width * (len(r.draft_token_ids) + 1)
+                token_ids = outcome.token_ids
+                rows = [at, *(at + i + 1 for i in outcome.path)][: len(token_ids)]
+                logprobs = read(scored[rows], token_ids, [r.logprobs] * len(token_ids))
+                outcome = replace(outcome, logprobs=tuple(logprobs))
+                at += len(r.draft_token_ids) + 1
             outcomes.append(None if values[2 * count + b] < 0 else outcome)
         return outcomes
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, islice
 from operator import not_
 from types import ModuleType
 from typing import Any, Final
@@ -194,8 +194,9 @@ def _add_logprobs(logits: Tensor, rounds: Sequence[Round], outcomes: list[Outcom
     rows, token_ids = torch.tensor(at).unbind(1)
     num_tokens = rounds[0].state.num_tokens
     num_top = min(max(r.logprobs or 0 for r, _ in asked), num_tokens)
-    scored = iter(score(logits[rows], token_ids, num_top, num_tokens).tolist())
+    scored = score(logits[rows], token_ids, num_top, num_tokens).numpy()
+    num_tops = [r.logprobs or 0 for r, outcome in asked for _ in outcome.token_ids]
+    positions = iter(read(scored, token_ids.tolist(), num_tops))
     for i, (r, outcome) in enumerate(zip(rounds, outcomes, strict=True)):
         if r.logprobs is not None:
-            logprobs = tuple(read(next(scored), token_id, r.logprobs) for token_id in outcome.token_ids)
-            outcomes[i] = replace(outcome, logprobs=logprobs)
+            outcomes[i] = replace(outcome, logprobs=tuple(islice(positions, len(outcome.token_ids))))

@@ -37,7 +37,7 @@ class StateShadow(Shadow):
         self.copy()
         slot, start = sequence.states, sequence.length
         assert slot is not None
-        base, new_base = (slot.base if start else 0), slot.base_after(start, len(tokens))
+        base, new_base = slot.bases(start, len(tokens))
         stored, records = self.states.get(slot.index, ([], {})) if start else ([], {})
         stored = stored if base else []  # a state of no entries is zero, whatever is stored
         assert len(stored) == base, "the state is that of another length"

@@ -41,7 +41,7 @@ from tests.engine.conftest import build
         ("llama4_tuned", {}, "scales its attention by a token's place in the batch"),
         ("minimax_m3", {}, "MiniMaxM3VLAttention passes 'block_indices' to its attention"),
         ("minimax_m3_short", {}, "MiniMaxM3VLAttention passes 'block_indices' to its attention"),
-        ("deepseek_v32", {}, "DeepseekV32ForCausalLM"),
+        ("deepseek_v32", {}, r"'deepseek_v32' attends to the positions that an indexer .* \(index_topk\)"),
         ("longrope", {}, r"\(longrope\) changes with the longest sequence.*set max_model_len to 32 or less"),
         ("dynamic", {"max_model_len": 200}, r"\(dynamic\) changes with the longest.*beyond 128 tokens"),
     ],
@@ -227,6 +227,26 @@ def test_weights_that_overflow_are_refused(tmp_path: Path, tools: SimpleNamespac
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match="in float32 answers with NaN or infinity"):
         load.load_engine(ModelSettings(model=str(tmp_path)))
+
+
+def test_a_token_without_a_probability_is_no_draft_vocabulary(tmp_path: Path, tools: SimpleNamespace) -> None:
+    """A damaged output layer gives a token -inf in every row, as a trimmed one does where nothing is damaged."""
+    model = tools.build("phi")
+    model.lm_head.bias.data[7] = -torch.inf
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelNotSupported, match="in float32 answers with NaN or infinity"):
+        load.load_engine(ModelSettings(model=str(tmp_path)))
+
+
+def test_only_tokens_that_a_draft_leaves_out_may_have_no_logits() -> None:
+    drafted, tolerance = torch.tensor([0, 1, 3]), TOLERANCES[torch.float32]
+    wanted = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    wanted[:, [2, 4]] = -torch.inf
+    assert disagreement(wanted.clone(), wanted, tolerance, drafted) is None
+    assert "4 of 4 rows differ" in str(disagreement(wanted.clone(), wanted, tolerance))
+    other = wanted.clone()
+    other[1, 4] = 0.0
+    assert disagreement(other, wanted, tolerance, drafted) == "tokens that are left out have logits"
 
 
 # --- The self-check must see a model that loads and is wrong. ---

@@ -11,16 +11,15 @@ import hashlib
 from dataclasses import replace
 
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
+from specdec.logprobs import PositionLogprobs, pack_top
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.types import (
     FinishReason,
     HiddenStates,
     ModelInfo,
-    PositionLogprobs,
     ServerLoad,
     TargetOpened,
-    TokenLogprob,
     Verdict,
 )
 
@@ -52,8 +51,8 @@ def logprobs_of(token, count, vocab_size=VOCAB):
     """Made-up log-probabilities: the chosen token first."""
     if count is None:
         return ()
-    top = tuple(TokenLogprob((token + i) % vocab_size, -0.5 * (i + 1), i + 1) for i in range(count))
-    return (PositionLogprobs(TokenLogprob(token, -0.5, 1), top),)
+    top = pack_top(((token + i) % vocab_size, -0.5 * (i + 1)) for i in range(count))
+    return (PositionLogprobs(token, -0.5, 1, top),)
 
 
 def states_of(token_ids, start, end, layers):

@@ -226,16 +226,14 @@ async def test_log_probabilities(make_generation, tokenizer, script):
     )
     sample = result.samples[0]
     assert len(sample.logprobs) == 40
-    joined = b"".join(position.token.data for position in sample.logprobs)
-    assert joined.decode("utf-8", "ignore") == sample.text.rstrip("\ufffd")
-    for position, token_id in zip(sample.logprobs, sample.token_ids, strict=True):
-        assert position.token.token_id == token_id
-        assert len(position.top) == 2
-        assert (position.token.logprob, position.token.rank) == (-0.5, 1)
-        text = position.token.text
+    for entry, token_id in zip(sample.logprobs, sample.token_ids, strict=True):
+        position = entry.position
+        assert (position.token_id, position.logprob, position.rank) == (token_id, -0.5, 1)
+        assert [logprob for _, logprob in position.top] == [-0.5, -1.0]
+        text = tokenizer.token_text(token_id)
         if "\ufffd" not in text:
-            assert sample.text[position.text_offset :].startswith(text)
-    assert [entry.token.token_id for entry in result.prompt.logprobs] == [6, 7]
+            assert sample.text[entry.text_offset :].startswith(text)
+    assert [entry.token_id for entry in result.prompt.logprobs] == [6, 7]
 
 
 async def test_bad_words(make_generation, backends, tokenizer):

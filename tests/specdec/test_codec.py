@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specdec import codec
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.logprobs import PositionLogprobs, pack_top
 from specdec.params import MAX_LOGPROBS, SamplingParams
 from specdec.rules import Rule, SparseRow
 from specdec.state_dtypes import ELEMENT_BYTES
@@ -20,13 +21,11 @@ from specdec.types import (
     FinishReason,
     HiddenStates,
     ModelInfo,
-    PositionLogprobs,
     Proposal,
     RoundTimings,
     ServerLoad,
     SessionSpec,
     TargetOpened,
-    TokenLogprob,
     Verdict,
 )
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -108,10 +107,9 @@ def proposals(draw) -> Proposal:
     )
 
 
-token_logprobs = st.builds(TokenLogprob, uint32, st.floats(-1e3, 0, width=32), uint32)
-logprobs = st.lists(
-    st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple)), max_size=3
-).map(tuple)
+float32 = st.floats(-1e3, 0, width=32)
+tops = st.lists(st.tuples(uint32, float32), max_size=3).map(pack_top)
+logprobs = st.lists(st.builds(PositionLogprobs, uint32, float32, uint32, tops), max_size=3).map(tuple)
 
 
 @st.composite
@@ -197,6 +195,18 @@ def test_round_trip(name):
         assert decode(message) == value
 
     check()
+
+
+@given(logprobs)
+def test_packed_logprobs_are_the_same(value):
+    """What a gateway of now gets of a target of now; it asks for them, and older targets do not know that."""
+    spec = SessionSpec(session_id="s", token_ids=(1,), prompt_len=1, params=SamplingParams(seed=1))
+    assert codec.encode_open_target(spec).open.packs_logprobs
+    packed = codec.encode_verdict(Verdict(1, 1, (), logprobs=value), packs_logprobs=True)
+    assert not any(position.top for position in packed.logprobs)
+    opened = codec.encode_target_opened(TargetOpened(1, Rule.TOKEN, prompt_logprobs=value), packs_logprobs=True)
+    for entries in (packed.logprobs, opened.prompt_logprobs):
+        assert codec.decode_logprobs(entries) == value
 
 
 def test_token_ids_that_sessions_share_are_converted_once():
@@ -287,6 +297,8 @@ def test_what_a_newer_server_says_is_not_the_users_fault():
         codec.decode_verdict(
             target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int4", data=b"12")])
         )
+    with pytest.raises(Unavailable, match="packed_top of 12 bytes, which is no multiple of 8"):
+        codec.decode_verdict(target_pb.Verdict(logprobs=[pb.PositionLogprobs(packed_top=b"1" * 12)]))
     with pytest.raises(Unavailable, match="verification 0, which is no rule"):
         codec.decode_target_opened(target_pb.TargetSessionOpened())
     with pytest.raises(Unavailable, match="verification 77, which is no rule"):

@@ -28,6 +28,7 @@ from specdec.errors import ModelNotSupported
 from specdec.settings import ModelSettings, TargetSettings
 from target_service.core import TargetCore
 from target_service.rank_processes import load, run_follower
+from target_service.verification.verifier import Verifier
 from tests.target_service.conftest import VOCAB, decode, make_prompt, make_spec
 from tests.target_service.test_trees import decode_with_trees
 
@@ -74,7 +75,7 @@ async def texts_of(core: TargetCore, *, drafted: bool, texts: list[tuple[int, ..
 
         if not drafted:
             text = await decode(session)
-        elif seed % 4 == 1:
+        elif seed % 4 == 1 and core.engine.pool.states is None:
             text = await decode_with_trees(session, texts[seed], seed=seed)
         else:
             text = await decode(session, k=5, draft=draft)
@@ -129,7 +130,7 @@ async def examine(folder: str, place: Place) -> dict[str, Any]:
     await device.run(engine.warm_up)
     logits = await device.run(logits_of, engine)
     num_kv_heads = engine.caches[0][0].shape[1]
-    core = TargetCore(engine, device, TargetSettings(model=settings))
+    core = TargetCore(engine, device, TargetSettings(model=settings), Verifier(num_threads=engine.num_threads))
     try:
         plain = await texts_of(core, drafted=False, texts=[])
         drafted = await texts_of(core, drafted=True, texts=plain)

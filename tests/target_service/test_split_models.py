@@ -30,6 +30,33 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
+#: With recurrent states. Of Granite all heads share one group of B and C.
+HYBRIDS = {
+    "qwen3_5_text": DELTA_NET | {"head_dim": 8},
+    "qwen3_next": DELTA_NET
+    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    | {"shared_expert_intermediate_size": 48},
+    "granitemoehybrid": MAMBA2
+    | {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 96}
+    | {"layer_types": ["mamba", "attention"]},
+    "bamba": MAMBA2 | {"mamba_n_groups": 2, "attn_layer_indices": [1]},
+    "falcon_h1": MAMBA2 | {"mamba_n_groups": 4, "mamba_d_ssm": 128, "head_dim": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 16, "mamba_head_dim": 8}
+    | {"n_groups": 4, "ssm_state_size": 16, "chunk_size": 16, "num_hidden_layers": 3, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # its embedding is its output layer
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    | {"expert_layer_offset": 1, "mamba_d_state": 6},
+    "zamba2": {"layers_block_type": ["hybrid", "hybrid"], "mamba_d_state": 16, "mamba_ngroups": 2, "n_mamba_heads": 16}
+    | {"mamba_headdim": 8, "chunk_size": 16, "num_mem_blocks": 1},
+}
 MODELS = {
     "llama": {},
     "qwen2": {},
@@ -44,11 +71,26 @@ MODELS = {
     "llama_one_kv_head": {"num_key_value_heads": 1, "attention_bias": True},
     "granitemoe_two_kv_heads": {"num_key_value_heads": 2, "num_local_experts": 4},
     "qwen2_three_kv_heads": {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
+    **HYBRIDS,
 }
+MODELS["nemotron_h_one_matrix"] = MODELS["nemotron_h"] | {"tie_word_embeddings": True}
 #: KV heads in all, of models that have another number than :data:`COMMON`.
 KV_HEADS = {"opt": 8, "gpt_neox": 8, "qwen2_two_kv_heads": 2, "qwen3_one_kv_head": 1, "llama_one_kv_head": 1}
 #: KV heads of each rank, of models whose attention is not split.
-WHOLE_KV_HEADS = {"granitemoe_two_kv_heads": 2}
+WHOLE_KV_HEADS = {"granitemoe_two_kv_heads": 2, "jamba": 4}
+#: Of hybrids what a rank of 2 or 4 has of all weights: norms, and what ranks share of Mamba2, are whole. So are the
+#: convolutions of LFM2, and all but the experts of Jamba.
+SHARES = {
+    "qwen3_5_text": {2: 0.502, 4: 0.253},
+    "qwen3_next": {2: 0.503, 4: 0.255},
+    "granitemoehybrid": {2: 0.515, 4: 0.273},
+    "bamba": {2: 0.525, 4: 0.301},
+    "falcon_h1": {2: 0.519, 4: 0.275},
+    "nemotron_h": {2: 0.532, 4: 0.298},
+    "nemotron_h_one_matrix": {2: 0.502, 4: 0.253},
+    "lfm2": {2: 0.564, 4: 0.346},
+    "jamba": {2: 0.786, 4: 0.678},
+}
 
 #: Parameters of which every rank has all: norms, routers, what is added after a sum, and what no plan names.
 REPLICATED = re.compile(
@@ -71,6 +113,12 @@ def bytes_of_a_rank(name: str, size: int) -> float:
         parameter.nbytes if replicated.search(key) else parameter.nbytes / num_parts.get(key.split(".")[-2], size)
         for key, parameter in model.named_parameters()
     )
+
+
+def whole_bytes(name: str) -> int:
+    """Of all weights of a model, those of one matrix once."""
+    with torch.device("meta"):
+        return sum(parameter.nbytes for parameter in build(name).parameters())
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +174,17 @@ def test_split_models(folders: list[str], size: int, num_hosts: int) -> None:
     results = results_of(folders, size, num_hosts)
     assert results.keys() == MODELS.keys()
     assert "GPT2LMHeadModel has no tensor-parallel plan" in results.pop("gpt2")["refused"]
+    assert "Zamba2ForCausalLM has no tensor-parallel plan" in results.pop("zamba2")["refused"]
     assert "3 KV heads (num_key_value_heads), which can neither" in results.pop("qwen2_three_kv_heads")["refused"]
     for name, result in results.items():
         assert result["difference"] < 1e-4, name
         assert result["changed"] == [], name
         assert result["distinct"] == 8, name
         assert result["kv_heads"] == WHOLE_KV_HEADS.get(name, max(1, KV_HEADS.get(name, 4) // size)), name
-        assert result["weight_bytes"] == pytest.approx([bytes_of_a_rank(name, size)] * size, abs=256), name
+        if name in SHARES:
+            shares = [num_bytes / whole_bytes(name) for num_bytes in result["weight_bytes"]]
+            assert shares == pytest.approx([SHARES[name][size]] * size, abs=0.01), name
+        else:
+            assert result["weight_bytes"] == pytest.approx([bytes_of_a_rank(name, size)] * size, abs=256), name
         smallest = settings_of("any", size, rank=size - 1).kv_cache_memory_bytes
         assert smallest * 0.9 < result["kv_cache_bytes"] <= smallest, name

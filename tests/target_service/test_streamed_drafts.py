@@ -110,6 +110,17 @@ class StreamingDraft(ScriptedDraft):
             self.ended += 1
 
 
+async def drafted(client, address, text, act=lambda _: None):
+    """The verdicts of a session whose draft is at an address: they have the text. ``act`` is called with each."""
+    await client.open_draft(address)
+    await client.until_told("draft_opened")
+    client.draft(K)
+    verdicts = await client.rest(act)
+    assert tokens_of(client.first, verdicts) == text
+    assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+    return verdicts
+
+
 GREEDY, COUPLED = {}, {"temperature": 1.0, "rule": Rule.COUPLED}
 
 
@@ -126,12 +137,7 @@ async def test_the_text_is_the_same_whatever_is_streamed_and_when(start_core, se
     draft = StreamingDraft(prompt, text, wrong=wrong, pause=lambda: dice.choice((0.0, 0.0, 0.002)))
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS, **params) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest()
-        assert tokens_of(client.first, verdicts) == text
-        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+            verdicts = await drafted(client, address, text)
         assert all(verdict.num_draft_tokens <= K for verdict in verdicts)
         streamed = [verdict for verdict in verdicts if verdict.num_multi_step_left and verdict.drafted]
         assert sum(verdict.num_accepted for verdict in streamed) > 5
@@ -149,12 +155,7 @@ async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path
     lengths = iter([*[K] * 8, *[0] * 8, *[2, 2, 2, 0] * NUM_TOKENS])
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest(lambda _: client.draft(next(lengths)))
-        assert tokens_of(client.first, verdicts) == text
-        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+            await drafted(client, address, text, lambda _: client.draft(next(lengths)))
         ways = [ahead > 0 for k, ahead in draft.asked]
         assert {k for k, ahead in draft.asked if ahead} == {K}
         assert True in ways[draft.asked.index((0, 0)) :]
@@ -175,11 +176,7 @@ async def test_a_step_waits_for_a_chain_that_is_due(start_core, serve, plain, tm
     draft = StreamingDraft(prompt, text, wrong=range(0, NUM_TOKENS, 5), pause=lambda: 0.0005)
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest()
-        assert tokens_of(client.first, verdicts) == text
+            await drafted(client, address, text)
         assert max(waits) > 0
         await until_clean(core)
 
@@ -198,12 +195,7 @@ async def test_a_draft_that_comes_near_is_waited_for_again(start_core, serve, pl
     monkeypatch.setattr(TripTimes, "add_trip", near_after_three)
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest()
-        assert tokens_of(client.first, verdicts) == text
-        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+            await drafted(client, address, text)
         ways = [ahead > 0 for k, ahead in draft.asked if k]
         assert (ways[0], ways[-1]) == (False, False)
         assert any(ways)
@@ -228,12 +220,7 @@ async def test_what_a_draft_does_wrong_costs_the_draft_alone(start_core, serve, 
 
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest(act)
-        assert tokens_of(client.first, verdicts) == text
-        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+            await drafted(client, address, text, act)
         if fault != "too much":  # the text may be over first
             lost = [answer.draft_lost for answer in client.told]
             assert [each.code for each in lost] == ["CANCELLED" if fault == "lost" else "INVALID_ARGUMENT"]
@@ -252,12 +239,7 @@ async def test_a_draft_over_tcp(start_core, serve, plain, tmp_path):
     try:
         async with start_core() as core, session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
             assert client.opened.asks_remote_drafts
-            await client.open_draft(server.address)
-            await client.until_told("draft_opened")
-            client.draft(K)
-            verdicts = await client.rest()
-            assert tokens_of(client.first, verdicts) == text
-            assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
+            verdicts = await drafted(client, server.address, text)
             assert sum(verdict.num_accepted for verdict in verdicts) > 5
         await until(lambda: draft.ended == 1)
     finally:

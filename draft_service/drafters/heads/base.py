@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from draft_service.drafters.trees.tree_passes import DraftedTree
 from engine.chains import StopFlags
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
-from engine.heads.files.checkpoint import read_head
+from engine.heads.files.checkpoint import read_head, read_packed_state_map
 from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
 from engine.loading import checkpoint, refusals
@@ -67,6 +68,8 @@ class LoadedHead:
     info: ModelInfo
     #: Reads it again, as it serves; on the device thread.
     read: Callable[[], DraftHead]
+    #: Reads what a target may run in its place, packed.
+    read_map: Callable[[], bytes] = bytes
 
     @property
     def has_kernels(self) -> bool:
@@ -131,7 +134,8 @@ def load_head(settings: DraftSettings) -> LoadedHead:
             pack_linears(again, loaded.num_threads, model.autotune)
         return again
 
-    loaded = LoadedHead(head, device, model, info, read)
+    read_map = partial(read_packed_state_map, model.model, target, method)
+    loaded = LoadedHead(head, device, model, info, read, read_map)
     return loaded
 
 
@@ -150,6 +154,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
     def __init__(self, loaded: LoadedHead, thread: DeviceThread) -> None:
         """``loaded`` was loaded on the thread, which :meth:`shutdown` ends."""
         self.info = loaded.info
+        self._read_map = loaded.read_map
         self._device = loaded.device
         self._thread = thread
         self._down = False
@@ -209,6 +214,10 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
         with self._undoing(works):
             drafted = await self._thread.run_short(self._run, num_steps, works) if works else ()
         return self._drafts(batch, works, drafted)
+
+    async def read_state_map(self) -> bytes:
+        """The head's first layer."""
+        return await asyncio.to_thread(self._read_map)
 
     async def shutdown(self) -> None:
         """End the thread."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.heads.files.head_format import HeadFormat
+from engine.heads.files.packed_state_map import pack_state_map
 from engine.heads.files.tensors import TargetTensors
 from engine.heads.head import DraftHead
 from engine.refused_checkpoints import check_checkpoint
@@ -42,16 +43,28 @@ def read_head(
         InvalidRequest: files are missing or damaged, or the folder holds no head of that method.
         ModelNotSupported: a variant that is not known, or that does not fit the target; the text names the field.
     """
-    folder, method = Path(folder), method or method_of(str(folder))
+    head = _head_of(Path(folder), Path(target_folder), method or method_of(str(folder)))
+    if (states := head.state_map) is not None:
+        head.state_map_fingerprint = states.fingerprint()
+    return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
+
+
+def _head_of(folder: Path, target_folder: Path, method: str) -> DraftHead:
+    """As its files have it."""
     check_checkpoint(folder, is_head=True)
-    config, target = read_config(folder), TargetTensors(Path(target_folder))
+    config, target = read_config(folder), TargetTensors(target_folder)
     if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
     form = head_format(method)
     head: DraftHead = form.read(folder, config, form.read_tensors(folder), target)
-    if (states := head.state_map) is not None:
-        head.state_map_fingerprint = states.fingerprint()
-    return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
+    return head
+
+
+def read_packed_state_map(folder: str, target_folder: str, method: str) -> bytes:
+    """The first layer of a head that has one, see :func:`pack_state_map`. Raises like :func:`read_head`."""
+    states = _head_of(Path(folder), Path(target_folder), method).state_map
+    assert states is not None
+    return pack_state_map(states)
 
 
 def read_state_map(folder: str | Path, target_folder: str | Path, device: torch.device) -> tuple[str, StateMap] | None:

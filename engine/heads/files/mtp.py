@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from engine.heads.files.head_format import HeadFormat
 from engine.heads.files.tensors import TargetTensors, files_by_tensor, is_quantised
 from engine.heads.mtp import MtpConfig, MtpHead, PredictionLayer
+from engine.loading.refusals import check_indexers
 from specdec.checkpoint_config import read_config
 from specdec.errors import ModelNotSupported
 from specdec.methods import MTP_FIELD
@@ -112,6 +113,7 @@ def read_mtp(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
         ModelNotSupported: it has none of a family that is known, fewer than its config says, or quantised ones; the
             text names the tensor.
     """
+    check_indexers(config.get("model_type"))
     if str(config.get("model_type")).startswith(_OTHER_STATES):
         raise ModelNotSupported(
             f"{folder} is a {config['model_type']!r}, whose prediction layers read states or attend in a way that is"

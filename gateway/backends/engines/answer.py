@@ -11,6 +11,8 @@ from specdec.params import MAX_UINT32
 
 T = TypeVar("T", bound="EngineAnswer")
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+#: It has room in a float32.
+Logprob = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class BadAnswer(Unavailable):
@@ -46,14 +48,14 @@ class EngineTokens(EngineAnswer):
 class EngineLogprobs(EngineAnswer):
     """Log-probabilities of the generated tokens, whose names are ``token_id:N``."""
 
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None] | None = None
 
 
 class EnginePromptLogprob(EngineAnswer):
     """A token at a position of the prompt."""
 
-    logprob: float
+    logprob: Logprob
     rank: int | None = None
 
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from gateway.backends.engines.answer import EngineLogprobs, EnginePromptLogprob
 from specdec.errors import Unavailable
-from specdec.types import PositionLogprobs, TokenLogprob
+from specdec.logprobs import PositionLogprobs, pack_top
+from specdec.params import MAX_UINT32
 
 #: What a token is named where ids are asked for in place of texts.
 _NAME: Final = "token_id:"
@@ -36,9 +37,8 @@ def _output(token_id: int, logprob: float | None, top: dict[str, float] | None, 
     if len(entries) > count:  # the chosen token stands beside the most likely ones
         entries.pop(token_id, None)
     best = sorted(entries.items(), key=lambda entry: -entry[1])[:count]
-    ranked = [TokenLogprob(each, value, rank) for rank, (each, value) in enumerate(best, 1)]
-    chosen = next((each for each in ranked if each.token_id == token_id), None)
-    return PositionLogprobs(chosen or TokenLogprob(token_id, logprob, UNKNOWN_RANK), tuple(ranked))
+    rank = next((rank for rank, (each, _) in enumerate(best, 1) if each == token_id), UNKNOWN_RANK)
+    return PositionLogprobs(token_id, logprob, rank, pack_top(best))
 
 
 def prompt_position(token_id: int, entries: Mapping[int, EnginePromptLogprob] | None, count: int) -> PositionLogprobs:
@@ -49,18 +49,14 @@ def prompt_position(token_id: int, entries: Mapping[int, EnginePromptLogprob] | 
     """
     if entries is None or token_id not in entries:
         raise Unavailable("the engine left out the log-probability of a prompt's token")
-    ranked = sorted(
-        (TokenLogprob(each, entry.logprob, entry.rank or UNKNOWN_RANK) for each, entry in entries.items()),
-        key=lambda entry: -entry.logprob,
-    )
-    chosen = next(entry for entry in ranked if entry.token_id == token_id)
-    if len(ranked) > count:
-        ranked.remove(chosen)
-    return PositionLogprobs(chosen, tuple(ranked[:count]))
+    chosen = entries[token_id]
+    others = {each: entry.logprob for each, entry in entries.items() if each != token_id or len(entries) <= count}
+    best = sorted(others.items(), key=lambda entry: -entry[1])[:count]
+    return PositionLogprobs(token_id, chosen.logprob, chosen.rank or UNKNOWN_RANK, pack_top(best))
 
 
 def _id_of(name: str) -> int:
     digits = name.removeprefix(_NAME)
-    if not name.startswith(_NAME) or not digits.isdecimal() or len(digits) > 10:
+    if not name.startswith(_NAME) or not digits.isdecimal() or len(digits) > 10 or int(digits) > MAX_UINT32:
         raise Unavailable("the engine named a token by its text where its id was asked for")
     return int(digits)

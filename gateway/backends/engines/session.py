@@ -17,8 +17,9 @@ from gateway.backends.engines.liveness import Liveness
 from gateway.backends.engines.logprobs import output_positions
 from gateway.backends.engines.whole_answer import read_whole
 from specdec.errors import Unavailable, quote
+from specdec.logprobs import PositionLogprobs
 from specdec.rules import DEFAULT_RULE
-from specdec.types import FinishReason, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.types import FinishReason, Proposal, SessionSpec, TargetOpened, Verdict
 
 #: Seconds for what follows the last token: the usage, and the end of the answer.
 END_TIMEOUT_S: Final = 1.0

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, RootModel
 
 from gateway.backends.engines.answer import BadAnswer, EngineCompletion, EnginePromptLogprob, TokenId, parse
 from gateway.backends.engines.logprobs import prompt_position
-from specdec.types import PositionLogprobs
+from specdec.logprobs import PositionLogprobs
 
 #: Positions read at once: with 20 log-probabilities each they take about a millisecond.
 POSITIONS_AT_ONCE: Final = 8

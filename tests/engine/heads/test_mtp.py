@@ -212,9 +212,14 @@ def test_what_cannot_be_read_is_refused(tmp_path) -> None:
 def test_families_with_other_states_are_refused(tmp_path) -> None:
     write_mtp_target(tmp_path, "glm4_moe")
     path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace('"glm4_moe"', '"step3p5"'))
-    with pytest.raises(ModelNotSupported, match="'step3p5', whose prediction layers read states"):
-        read_head(tmp_path, tmp_path, method="mtp")
+    own = path.read_text()
+    for other, text in (
+        ("step3p5", "'step3p5', whose prediction layers read states"),
+        ("glm_moe_dsa", "'glm_moe_dsa' attends to the positions that an indexer"),  # GLM-5
+    ):
+        path.write_text(own.replace('"glm4_moe"', f'"{other}"'))
+        with pytest.raises(ModelNotSupported, match=text):
+            read_head(tmp_path, tmp_path, method="mtp")
 
 
 def test_float8_with_scales_of_blocks(tmp_path) -> None:

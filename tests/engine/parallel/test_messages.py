@@ -18,6 +18,7 @@ from engine.parallel.messages import (
     encode_pass,
     operation_of,
 )
+from engine.recurrent.slots import StateSlots
 
 
 @pytest.mark.parametrize("parents", [(), (-1, 0, 0)])
@@ -44,14 +45,30 @@ def test_a_batch_survives(parents: tuple[int, ...]) -> None:
         assert getattr(batch.plan, name) == getattr(made.plan, name)
     assert torch.equal(made.input_ids, batch.input_ids)
     assert torch.equal(made.logit_rows, batch.logit_rows)
+    assert made.states is None
+
+
+def test_what_a_pass_does_to_states_survives() -> None:
+    pool = KVPool(50, 4, states=StateSlots(3))
+    one, other = pool.open(40), pool.open(9)
+    one.length = other.length = 5
+    assert one.states is not None
+    one.states.base, one.states.end = 3, 5
+    segments = [Segment(one, [5, 6, 7], 2), Segment(other, [8], 1)]
+    batch = build_batch(segments, block_size=4, vocab_size=20, max_model_len=64)
+    made, _, _ = decode_pass(encode_pass(batch, [], ()))
+    assert made.states is not None
+    assert batch.states is not None
+    assert made.states.numbers.equal(batch.states.numbers)
 
 
 def test_moves_and_copies_survive() -> None:
     moves, copies = [(1, 2, 3, 2**40), (5, 6, 7, 8)], [(1, 2), (3, 4), (5, 6)]
     message = encode_moves(moves)
     assert (operation_of(message), decode_moves(message)) == (Operation.MOVE_ENTRIES, moves)
-    message = encode_copies(copies)
-    assert (operation_of(message), decode_copies(message)) == (Operation.COPY_BLOCKS, copies)
+    for operation in (Operation.COPY_BLOCKS, Operation.COPY_STATES):
+        message = encode_copies(copies, operation)
+        assert (operation_of(message), decode_copies(message)) == (operation, copies)
 
 
 @pytest.mark.parametrize("operation", [Operation.HEARTBEAT, Operation.STOP])

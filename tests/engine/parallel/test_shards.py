@@ -32,6 +32,27 @@ def test_known_plans(name: str) -> None:
     assert "replicate" not in (plan_of(name, 2) or {}).values()
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "granite4", "nemotron_h", "minimax_lightning", "jamba"])
+def test_hybrids_have_plans(name: str) -> None:
+    assert "replicate" not in (plan_of(name, 2) or {}).values()
+
+
+def test_what_recurrent_layers_of_a_plan_have_is_read_whole() -> None:
+    """:mod:`engine.parallel.split_mixers` takes its part."""
+    plan = plan_of("qwen3_5", 2)
+    assert set(plan.values()) == {"replicate"}
+    assert {rule.rpartition(".")[2] for rule in plan} == {f"in_proj_{part}" for part in ("qkv", "z", "b", "a")} | {
+        "out_proj"
+    }
+
+
+def test_an_embedding_that_is_the_output_layer_is_split_as_that() -> None:
+    rules = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    assert rules.items() <= plan_of("lfm2", 2).items()
+    assert "model.embed_tokens" not in plan_of("bamba", 2)
+    assert plan_of("nemotron_h", 2, tie_word_embeddings=True)["lm_head"] == "colwise_gather_output"
+
+
 @pytest.mark.parametrize(("name", "num_kv_heads", "size"), [("llama", 1, 2), ("qwen3", 1, 4), ("qwen2", 2, 4)])
 def test_fewer_kv_heads_than_ranks(name: str, num_kv_heads: int, size: int) -> None:
     assert plan_of(name, size, num_key_value_heads=num_kv_heads) == {
@@ -80,6 +101,8 @@ def test_attention_that_a_plan_leaves_whole_stays_as_it_is() -> None:
         ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4, "LlamaForCausalLM has 6 heads"),
         ("opt", {}, 3, "OPTForCausalLM has 4 heads (num_attention_heads), which do not divide"),
         ("gpt2", {}, 2, "GPT2LMHeadModel has no tensor-parallel plan in transformers"),
+        ("zamba2", {}, 2, "Zamba2ForCausalLM has no tensor-parallel plan in transformers"),
+        ("olmo_hybrid", {}, 2, "OlmoHybridForCausalLM has a plan with styles that are unknown here"),
         ("phi3", {}, 2, "Phi3ForCausalLM has a plan with styles that are unknown here (rowwise_split_input)"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, 2, "'llama' is quantised already"),
     ],

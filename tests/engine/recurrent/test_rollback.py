@@ -191,13 +191,13 @@ KINDS: dict[str, Callable[[], tuple[dict[str, tuple[int, ...]], Callable[[int], 
 def plan_of(slots: list[StateSlot], starts: list[int], counts: list[int]) -> StatePlan:
     """The plan of one pass, and its effect on the slots."""
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
-    pairs = list(zip(slots, starts, counts, strict=True))
+    bases = [slot.bases(start, count) for slot, start, count in zip(slots, starts, counts, strict=True)]
     plan = StatePlan(
         slots=[slot.index for slot in slots],
-        bases=[slot.base if start else 0 for slot, start in zip(slots, starts, strict=True)],
+        bases=[base for base, _ in bases],
         starts=starts,
         ends=ends,
-        new_bases=[slot.base_after(start, count) for slot, start, count in pairs],
+        new_bases=[new_base for _, new_base in bases],
         device=CPU,
     )
     for slot, base, end in zip(slots, plan.new_bases, ends, strict=True):

@@ -7,6 +7,7 @@ from specdec.rpc import channel_pool
 from specdec.rpc.channel_pool import ChannelPool
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
+from tests.until import until
 
 
 @pytest.fixture
@@ -58,3 +59,18 @@ async def test_few_are_kept(server, monkeypatch):
     assert first.get_state() is grpc.ChannelConnectivity.SHUTDOWN
     await pool.close()
     assert second.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
+async def test_none_is_kept_for_long(server, monkeypatch):
+    monkeypatch.setattr(channel_pool, "MAX_IDLE_S", 0.05)
+    pool, address = ChannelPool(), server.address
+    first, second, used = [await connected(pool, address) for _ in range(3)]
+    await pool.give_back(address, first)
+    await pool.give_back(address, second)
+    assert await pool.take(address) is second
+    await until(lambda: first.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+    await pool.give_back(address, second)
+    await until(lambda: second.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+    assert used.get_state() is grpc.ChannelConnectivity.READY
+    await used.close()
+    await pool.close()

@@ -88,8 +88,8 @@ def test_they_decide_as_tensors_do(seed: int, with_graphs: bool, monkeypatch: py
         for ours, theirs in zip(verify_with_tensors(logits, rounds, on_gpu=on_gpu), expected, strict=True):
             assert (ours.path, ours.token_ids) == (theirs.path, theirs.token_ids)
             assert (ours.error is None) is (theirs.error is None)
-            assert [(own.rank, own.token_id) for one in ours.logprobs for own in (one.token, *one.top)] == [
-                (own.rank, own.token_id) for one in theirs.logprobs for own in (one.token, *one.top)
+            assert [(rank, token_id) for one in ours.logprobs for token_id, _, rank in one.all] == [
+                (rank, token_id) for one in theirs.logprobs for token_id, _, rank in one.all
             ]
     kinds = {(shape.rule, shape.truncates) for shape in on_gpu.shapes}
     assert kinds == (

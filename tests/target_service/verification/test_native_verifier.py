@@ -120,11 +120,10 @@ def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], 
 def check_logprobs(r: Round, here: Outcome, there: Outcome) -> None:
     """The committed tokens', if they are wanted, and the same on either side."""
     assert len(here.logprobs) == (0 if r.logprobs is None else len(here.token_ids))
-    assert [p.token.token_id for p in here.logprobs] == list(here.token_ids[: len(here.logprobs)])
+    assert [p.token_id for p in here.logprobs] == list(here.token_ids[: len(here.logprobs)])
     for x, y in zip(here.logprobs, there.logprobs, strict=True):
-        assert [t.token_id for t in (x.token, *x.top)] == [t.token_id for t in (y.token, *y.top)]
-        assert [t.rank for t in (x.token, *x.top)] == [t.rank for t in (y.token, *y.top)]
-        assert [t.logprob for t in (x.token, *x.top)] == pytest.approx([t.logprob for t in (y.token, *y.top)])
+        assert [(token_id, rank) for token_id, _, rank in x.all] == [(token_id, rank) for token_id, _, rank in y.all]
+        assert [logprob for _, logprob, _ in x.all] == pytest.approx([logprob for _, logprob, _ in y.all])
 
 
 @parametrize_pairwise(

@@ -300,13 +300,13 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     reference = logits.log_softmax(-1)
     assert len(outcome.logprobs) == len(outcome.token_ids)
     for row, token_id, entry in zip(reference, outcome.token_ids, outcome.logprobs, strict=False):
-        assert entry.token.token_id == token_id
-        assert entry.token.logprob == pytest.approx(float(row[token_id]), abs=1e-6)
-        assert entry.token.rank == int((row[:40] > row[token_id]).sum()) + 1
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-6)
+        assert entry.rank == int((row[:40] > row[token_id]).sum()) + 1
         top = row[:40].topk(4)
-        assert [t.token_id for t in entry.top] == top.indices.tolist()
-        assert [t.rank for t in entry.top] == [1, 2, 3, 4]
-        assert [t.logprob for t in entry.top] == pytest.approx(top.values.tolist(), abs=1e-6)
+        assert [token for token, _ in entry.top] == top.indices.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(top.values.tolist(), abs=1e-6)
+        assert [rank for _, _, rank in entry.all] == [1, 2, 3, 4, entry.rank]
     again = position_logprobs(logits[: len(outcome.token_ids)], outcome.token_ids, 4, 40)
     assert again == list(outcome.logprobs)
 
