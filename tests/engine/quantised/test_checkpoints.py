@@ -121,6 +121,25 @@ def _gptq(*, act_order: bool = False, own_orders: bool = False) -> tuple[dict[st
     return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": act_order}, store
 
 
+def _awq() -> tuple[dict[str, Any], Store]:
+    """AutoAWQ's "gemm": words of eight outputs in its order, zero points beside them."""
+    shifts = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+
+    def words(codes: torch.Tensor) -> torch.Tensor:
+        return (codes.t().reshape(codes.shape[1], -1, 8).long() << shifts).sum(2).to(torch.int32)
+
+    def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        groups = weight.view(weight.shape[0], -1, 32)
+        low = groups.amin(2)
+        scale = ((groups.amax(2) - low) / 15).half()
+        zero = (-low / scale.float()).round().clamp(0, 15)
+        codes = ((groups / scale.float()[:, :, None]).round() + zero[:, :, None]).clamp(0, 15)
+        meant = (codes - zero[:, :, None]) * scale.float()[:, :, None]
+        return {"qweight": words(codes.flatten(1)), "qzeros": words(zero), "scales": scale.t()}, meant.flatten(1)
+
+    return {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, store
+
+
 def _fp8(block: int | None, method: str = "fp8") -> tuple[dict[str, Any], Store]:
     """The formula of DeepSeek's checkpoints; without a block, of compressed-tensors, a scale per output."""
 
@@ -193,6 +212,7 @@ _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "w8a8": lambda: _compressed(8, True, "int-quantized"),
     "nvfp4": lambda: _four_bit_floats("nvfp4-pack-quantized", 16),
     "mxfp4": lambda: _four_bit_floats("mxfp4-pack-quantized", 32),
+    "awq": _awq,
     "gptq": _gptq,
     "gptq act-order": lambda: _gptq(act_order=True),
     "llm.int8": _llm_int8,

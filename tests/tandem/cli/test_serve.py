@@ -134,6 +134,9 @@ def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]
     children = launcher.children()
     assert set(children) == {"target_service", "draft_service", "gateway"}
     check_reach(ready, children)
+    if sys.platform == "linux":
+        interrupting = {name for name, child in children.items() if os.sched_getscheduler(child.pid) != os.SCHED_BATCH}
+        assert interrupting == {"target_service"}
     text = complete(launcher.server)
     assert text
     request = json.loads(launcher.wait_for('"tokens_per_s"'))
