@@ -39,7 +39,8 @@ from target_service.grammar.tokenizer import read_tokenizer
 from target_service.rank_processes import OnLoss, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.sequence_memory import SequenceMemory
-from target_service.session.session import Session, may_reuse
+from target_service.session.opening import may_reuse
+from target_service.session.session import Session
 from target_service.state_maps import StateMaps
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria

@@ -29,6 +29,7 @@ from draft_service.drafters.window import DraftWindow
 from engine.chains import ChainJob, StopFlags, draft_chains
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
+from engine.heads.files.packed_state_map import pack_state_map
 from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.kv_pool import CacheFull
 from engine.loading.load import load_engine
@@ -170,6 +171,7 @@ class ModelDrafter(Drafter[ModelState]):
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
             hidden_state_layers=() if inputs is None else inputs.layers,
             hidden_state_dtype="" if inputs is None else settings.speculative.hidden_state_dtype,
+            hidden_state_map="" if inputs is None or inputs.mapped_width is None else inputs.matrix.fingerprint(),
         )
         self._window = DraftWindow.of(settings, self.info)
         self.streams = tree is None and engine.pool.states is None and inputs is None
@@ -292,6 +294,11 @@ class ModelDrafter(Drafter[ModelState]):
         pool = self._pool
         return Occupancy(pool.used_blocks, pool.cached_blocks, pool.total_blocks)
 
+    async def read_state_map(self) -> bytes:
+        """The matrix of PARD-2."""
+        assert self._inputs is not None
+        return await asyncio.to_thread(pack_state_map, self._inputs.matrix)
+
     async def shutdown(self) -> None:
         """Drop the model and end the thread."""
         if not self._down:
@@ -316,7 +323,7 @@ class ModelDrafter(Drafter[ModelState]):
         """
         assert self._inputs is not None
         for each in new:
-            if each.num_features != self._inputs.width:
+            if each.num_features not in (self._inputs.width, self._inputs.mapped_width):
                 raise InvalidRequest(
                     f"hidden_states have {each.num_features} numbers a position; {self.info.name} reads"
                     f" {self._inputs.width}",

@@ -3,7 +3,7 @@
 The row of the token at p gets scale · target_proj(the states of p - 1, which predicted that token); masks get what the
 last token got. Unknown states, and those before the first token, are zeros: a PARD-2 draft has learned to do without.
 Files: ``warp_model.bin`` with ``target_proj.weight`` [H, n · Ht] and maybe ``target_proj.bias``; ``config.json`` names
-the n states as indices of transformers' ``hidden_states``.
+the n states as indices of transformers' ``hidden_states``. A target may multiply by the matrix in the draft's place.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, Final, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.heads.files.tensors import TargetTensors, read_tensors
 from engine.rounded_states import tensor_of_states
+from engine.state_map import StateMap
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.methods import STATES_FILE
@@ -34,11 +35,11 @@ _DEFAULT_SCALE: Final = 0.02
 class StateInputs:
     """The matrix, float32 on the CPU."""
 
-    #: The states it reads, as :class:`~specdec.types.SessionSpec` names them.
-    layers: tuple[int, ...]
     weight: Tensor
     bias: Tensor | None
     scale: float
+    #: The matrix as the file has it, and the states it reads, as :class:`~specdec.types.SessionSpec` names them.
+    matrix: StateMap
 
     @classmethod
     def read(cls, folder: str, target: str) -> Self | None:
@@ -75,7 +76,22 @@ class StateInputs:
         scale = next((float(config[name]) for name in _SCALES if config.get(name) is not None), _DEFAULT_SCALE)
         # The last one is named -1 where states are asked for, as it is after the final norm.
         named = tuple(-1 if i in (-1, count - 1) else i % count for i in layers)
-        return cls(named, weight.float(), None if bias is None else bias.float(), scale)
+        with torch.device("meta"):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        return cls(weight.float(), None if bias is None else bias.float(), scale, StateMap(named, linear))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The states."""
+        return self.matrix.layers
+
+    @property
+    def mapped_width(self) -> int | None:
+        """Numbers of what a target sends that has multiplied; None where these are no fewer."""
+        return self.matrix.width if self.matrix.width < self.width else None
 
     @property
     def width(self) -> int:
@@ -85,8 +101,10 @@ class StateInputs:
     def rows(self, states: Sequence[HiddenStates], positions: Sequence[int]) -> Tensor:
         """What is added to the embeddings of the tokens at these positions, float32 [len(positions), H]."""
         wanted = torch.tensor(positions) - 1
-        known = torch.zeros(len(positions), self.width)
+        rows = F.linear(torch.zeros(len(positions), self.width), self.weight, self.bias)
         for part in states:
             if (here := (wanted >= part.start) & (wanted < part.end)).any():
-                known[here] = tensor_of_states(part).float()[wanted[here] - part.start]
-        return F.linear(known, self.weight, self.bias) * self.scale
+                own = tensor_of_states(part).float()[wanted[here] - part.start]
+                is_mapped = part.num_features != self.width
+                rows[here] = own if is_mapped else F.linear(own, self.weight, self.bias)
+        return rows * self.scale

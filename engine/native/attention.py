@@ -14,7 +14,7 @@ import torch
 from engine.compaction import move_entries
 from engine.native import recurrent
 from engine.native.library import DTYPES, NativeLibrary, load
-from engine.native.structs import CAttentionShape, CPlan
+from engine.native.model_structs import CAttentionShape, CPlan
 from engine.plan import BatchPlan
 
 __all__ = ["KNOWS_SINKS", "RECURRENCES", "move_entries", "paged_attention", "write_kv"]

@@ -11,9 +11,9 @@ import numpy as np
 
 from engine.chain_job import ChainJob, Drawing, StopFlags
 from engine.native.decoder import NativeModel
+from engine.native.draft_structs import CChain, CDrafted
 from engine.native.library import DTYPES
 from engine.native.sampling import MAX_ROW_BYTES, sampler_of
-from engine.native.structs import CChain, CDrafted
 from engine.sampling.drafting import DraftedChain
 from specdec.rules import SparseRow
 

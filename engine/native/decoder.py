@@ -29,8 +29,8 @@ from engine.native.layer_parts import norm_eps, norm_weight
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
 from engine.native.model_parts import Caches, LayerCache, ModelParts, RotaryTables, unknown_model
+from engine.native.model_structs import CBatch, CKept, CModel, CPlan
 from engine.native.packing import Packing
-from engine.native.structs import CBatch, CKept, CModel, CPlan
 from engine.plan import BatchPlan
 from engine.trimmed_outputs import TrimmedOutputs
 from specdec.errors import InvalidRequest

@@ -11,7 +11,7 @@ import torch
 from engine.batch import Segment, check_segment
 from engine.hidden_states import STATE_DTYPE, StateRows
 from engine.native.decoder import NativeDecoder
-from engine.native.structs import CFeed
+from engine.native.model_structs import CFeed
 from specdec.errors import InvalidRequest
 
 

@@ -15,7 +15,8 @@ from typing import Final
 
 import torch
 
-from engine.native.structs import STRUCTS, CAttentionShape, CPlan
+from engine.native.model_structs import CAttentionShape, CPlan
+from engine.native.structs import STRUCTS
 from specdec.compiler import BuildError
 from specdec.prebuilt import library_of
 from specdec.struct_check import check_structs

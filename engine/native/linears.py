@@ -22,8 +22,8 @@ from torch import nn
 from engine.grouped_weight import GroupedWeight
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.library import DTYPES, GROUPED, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
+from engine.native.model_structs import CGroupedSource
 from engine.native.rounded import GroupedLinear, Int8Linear, PackedLinear, places, plain_weight
-from engine.native.structs import CGroupedSource
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weigh
 from engine.native.library import Memory, NativeLibrary, give_back_freed
 from engine.native.linears import JoinedLinear, NativeLinear, PackedWeight, group_bytes, pack_group, run_of
 from engine.native.mixer import mixer_fields
-from engine.native.structs import CLayer, CLinear, CMixer
+from engine.native.model_structs import CLayer, CLinear, CMixer
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from engine.native.library import NativeLibrary
-from engine.native.structs import CEdits, CSampler, CTreePlace
+from engine.native.sampling_structs import CEdits, CSampler, CTreePlace
 from engine.sampling import sparse
 from engine.sampling.noise import Stream
 from engine.sampling.rows import Rows

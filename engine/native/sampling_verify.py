@@ -11,7 +11,7 @@ import torch
 
 from engine.native.library import NativeLibrary
 from engine.native.sampling import knows, sampler_of
-from engine.native.structs import CDecision, CRound
+from engine.native.sampling_structs import CDecision, CRound
 from engine.sampling.state import SamplingState
 from specdec.rules import Rule, SparseRow
 

@@ -10,18 +10,17 @@ from typing import Final, Protocol
 
 from engine.kv_pool import KVPool
 from specdec.errors import TandemError, Unavailable
-from specdec.logprobs import PositionLogprobs
 from specdec.types import (
     DraftedRound,
     FinishReason,
     HiddenStates,
     Proposal,
-    SessionSpec,
     TargetOpened,
     Verdict,
 )
 from target_service.session.feed import Feed
 from target_service.session.offers import Fate, Offers
+from target_service.session.opening import Opening, may_reuse
 from target_service.session.progress import Progress, State
 from target_service.session.streamed_chain import StreamedChain
 from target_service.session.verdict_queue import VerdictQueue
@@ -31,14 +30,6 @@ from target_service.step import PartResult, ScheduledSequence, StepResult, StepS
 #: end, at most. A copy of Qwen3.5-9B's takes 115 MB.
 MIN_SNAPSHOT_INTERVAL: Final = 512
 MAX_SNAPSHOTS: Final = 8
-
-
-def may_reuse(spec: SessionSpec) -> bool:
-    """Whether entries of others serve a session's prompt: what is not computed has no log-probabilities and no hidden
-    states. The draft of a session with a name has states of its own.
-    """
-    needs_states = spec.hidden_state_layers and not spec.last_hidden_state_only and not spec.is_named
-    return spec.params.prompt_logprobs is None and not needs_states
 
 
 class SessionOwner(Protocol):
@@ -95,8 +86,6 @@ class Session:
         self.spec = spec = step_session.spec
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
-        #: Tokens of the prompt that were not computed for this session.
-        self.num_cached_tokens = step_session.sequence.length
         #: Times that it lost its blocks.
         self.num_preemptions = 0
         #: Called when tokens were committed.
@@ -109,12 +98,9 @@ class Session:
         self.drafted: DraftedRound | None = None
         self._pool = pool
         self._owner = owner
-        self._admitted_ns = self._asked_ns = time.perf_counter_ns()
-        self._queue_ns = self._admitted_ns - asked_ns
-        self._wants_state_map = wants_state_map
-        self._opened: TargetOpened | None = None
+        self._opening = Opening(step_session, asked_ns, wants_state_map=wants_state_map)
+        self._asked_ns = self._opening.admitted_ns
         self._first: Verdict | None = None
-        self._prompt_logprobs: list[PositionLogprobs] = []
         self._progress = Progress(len(spec.token_ids), step_session.stop_criteria)
         self._offers = Offers(step_session, self._progress)
         #: What the next step gets.
@@ -167,8 +153,9 @@ class Session:
     @property
     def opened(self) -> TargetOpened:
         """What admission and prefilling found."""
-        assert self._opened is not None, "the session is still being opened"
-        return self._opened
+        opened = self._opening.opened
+        assert opened is not None, "the session is still being opened"
+        return opened
 
     @property
     def first(self) -> Verdict:
@@ -341,13 +328,13 @@ class Session:
     def matched(self, num_tokens: int) -> None:
         """Entries of others stand for more of its tokens."""
         if self._progress.state is State.PREFILL and not self.num_preemptions:
-            self.num_cached_tokens += num_tokens
+            self._opening.num_cached_tokens += num_tokens
 
     def preempt(self) -> None:
         """Its blocks were taken; it is in no step. Everything is fed again when it gets others."""
         self.num_preemptions += 1
         self.feed.is_behind = True
-        self._prompt_logprobs.clear()
+        self._opening.forget_scores()
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The next ``num_rows`` missing tokens or fewer, now in flight."""
@@ -378,7 +365,7 @@ class Session:
     def finish_step(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
         """Apply the result of a step: drop the cache entries of rejected tokens and queue the verdict."""
         self.in_flight = False
-        self._prompt_logprobs += result.prompt_logprobs
+        self._opening.score(result.prompt_logprobs)
         if not part.decides and result.hidden_states is not None:
             self._on_states(result.hidden_states)
         sequence, state = self.step_session.sequence, self.step_session.state
@@ -416,16 +403,8 @@ class Session:
         token_ids, progress = result.cut.token_ids, self._progress
         base_len = progress.committed_len
         self.finish_reason = result.cut.finish_reason
-        if self._opened is None:
-            self._opened = TargetOpened(
-                epoch=self.spec.epoch,
-                rule=self.step_session.rule,
-                num_cached_tokens=self.num_cached_tokens,
-                prompt_logprobs=tuple(self._prompt_logprobs),
-                queue_ns=self._queue_ns,
-                prefill_ns=now_ns - self._admitted_ns,
-                wants_state_map=self._wants_state_map,
-            )
+        if self._opening.opened is None:
+            self._opening.end(now_ns)
             progress.open(len(token_ids), self.spec.multi_step_tokens)
         else:
             progress.commit(len(token_ids), is_round=part.is_round)

@@ -49,6 +49,11 @@ def test_text_is_that_of_plain_decoding(with_parallel, prompts, params):
     assert drafted > 10
     reads_states = "--target-model" in with_parallel.drafts[0].command
     assert (pieces[-1].speculation.hidden_state_bytes > 0) == reads_states
+    if reads_states:  # the target has been sent the matrix, which makes 768 numbers as many as the draft's states have
+        log = with_parallel.targets[0].log
+        wait_until(lambda: any("took the first layer" in line for line in log), 10, "the matrix")
+        speculation = collect(with_parallel, with_options(request))[-1].speculation
+        assert speculation.hidden_state_bytes < 200 * speculation.num_hidden_states
 
 
 @pytest.mark.parametrize("rule", ["TOKEN", "BLOCK"])

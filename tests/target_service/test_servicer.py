@@ -219,6 +219,26 @@ async def test_a_second_open_is_refused(start_core, serve):
             await client.verdict()
 
 
+async def test_a_gateway_that_does_not_know_packed_logprobs_gets_them_as_messages(start_core, serve):
+    answers = []
+    async with start_core() as core, serve(core) as (stub, _):
+        for knows in (True, False):
+            client = Client(stub, make_spec(make_prompt(0), 1, logprobs=2, prompt_logprobs=1))
+            request = codec.encode_open_target(client.spec)
+            request.open.packs_logprobs = knows
+            await client.stream.send(request)
+            answers.append([await client.stream.receive(), await client.stream.receive()])
+            await client.stream.close()
+    for (opened, verdict), is_packed in zip(answers, (True, False), strict=True):
+        positions = [*opened.opened.prompt_logprobs, *verdict.verdict.logprobs]
+        assert {(len(each.top) > 0, len(each.packed_top) > 0) for each in positions} == {(not is_packed, is_packed)}
+    packed, plain = (
+        (codec.decode_logprobs(opened.opened.prompt_logprobs), codec.decode_verdict(verdict.verdict).logprobs)
+        for opened, verdict in answers
+    )
+    assert packed == plain
+
+
 async def test_overload_crosses_the_wire_with_its_numbers(start_core, serve):
     async with (
         start_core(max_num_seqs=1, max_wait_s=0.05) as core,

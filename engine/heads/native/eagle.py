@@ -22,9 +22,9 @@ from engine.native.decoder import NativeModel
 from engine.native.layer_parts import LayerParts, LinearGroup
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
+from engine.native.model_structs import CBatch, CHead, CModel, CPlan
 from engine.native.packing import Packing
 from engine.native.rounded import Int8Linear, is_plain
-from engine.native.structs import CBatch, CHead, CModel, CPlan
 from engine.plan import BatchPlan
 
 logger = logging.getLogger(__name__)

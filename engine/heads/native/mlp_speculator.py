@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from engine.chain_job import Drawing, StopFlags
 from engine.heads.mlp_speculator import MlpSpeculator
 from engine.native.chains import draw_chains
+from engine.native.draft_structs import CMlp, CMlpStep
 from engine.native.layer_parts import LinearGroup
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
 from engine.native.packing import Packing
 from engine.native.rounded import Int8Linear, is_plain
-from engine.native.structs import CMlp, CMlpStep
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest

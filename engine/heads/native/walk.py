@@ -20,8 +20,8 @@ from engine.heads.dflash2 import DFlash2Head
 from engine.heads.dspark import MARKOV_TYPES, DSparkHead
 from engine.kv_sequence import KVSequence
 from engine.native.chains import draw_chains
+from engine.native.draft_structs import CWalk
 from engine.native.library import DTYPES, NativeLibrary, load
-from engine.native.structs import CWalk
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams

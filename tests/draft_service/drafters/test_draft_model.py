@@ -230,6 +230,28 @@ async def draws_and_row(core, spec, num_sessions, position):
     return counts, rows
 
 
+async def draws_after_states(drafter, spec, token_ids, states, position, *, is_chain=False):
+    """The token drafted at one position by 800 seeds, and the q rows that came with it; of a chain, by the tokens
+    before it.
+    """
+    counts, rows = {}, {}
+    for start in range(0, 800, 40):
+        openings = [
+            spec(token_ids[:-1], rule=Rule.TOKEN, temperature=1.0, seed=seed, session_id=str(seed), max_tokens=8)
+            for seed in range(start, start + 40)
+        ]
+        opened = [drafter.open(opening) for opening in openings]
+        for state in opened:
+            drafter.advance(state, len(token_ids) - 1, token_ids[-1:], states)
+        for draft_ in await drafter.draft([DraftJob(state, state.num_pending, position + 1) for state in opened]):
+            before = draft_.token_ids[:position] if is_chain else ()
+            counts.setdefault(before, Counter())[draft_.token_ids[position]] += 1
+            assert rows.setdefault(before, draft_.q_rows[position]) == draft_.q_rows[position]
+        for state in opened:
+            drafter.close(state)
+    return counts, rows
+
+
 async def test_q_rows_are_what_tokens_were_drawn_from(start_core, spec):
     async with start_core(k=2) as core:
         counts, rows = await draws_and_row(core, spec, 3000, 0)

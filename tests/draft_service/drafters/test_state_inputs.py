@@ -8,12 +8,13 @@ import torch
 
 from draft_service.drafters.state_inputs import StateInputs
 from draft_service.drafters.window import DraftWindow
-from specdec.errors import InvalidRequest, ModelNotSupported
+from engine.heads.files.packed_state_map import unpack_state_map
+from specdec.errors import InvalidRequest, ModelNotSupported, NotFound
 from specdec.rules import Rule
 from specdec.settings import DraftSettings, SpeculativeSettings
 from specdec.types import HiddenStates
 from tests.draft_service.conftest import MASK, build_draft, make_model_settings, running, save_parallel
-from tests.draft_service.drafters.test_draft_model import others
+from tests.draft_service.drafters.test_draft_model import chi_square, draws_after_states, others
 
 #: Indices of hidden_states that the config names, and as states are asked for: the target has two layers.
 INDICES, LAYERS = [-1, -2, 0], (-1, 1, 0)
@@ -97,6 +98,30 @@ async def test_rounds_with_rejections_and_shared_prompts(made, other_checkpoint,
             await session.close()
 
 
+async def test_a_target_that_has_the_matrix_sends_what_it_makes(made, other_checkpoint, spec):
+    """Beside states as they are, in one session."""
+    states = made_up_states(made, 60)
+    async with start(made, other_checkpoint) as core:
+        name = (await core.info()).hidden_state_map
+        data = b"".join([part.data async for part in core.state_map(name)])
+        matrix = unpack_state_map(data, name)
+        assert matrix.layers == LAYERS
+        mapped = matrix(states).detach()
+        with pytest.raises(NotFound, match="'another'; its head was replaced"):
+            [part async for part in core.state_map("another")]
+        session = await core.open(spec(PROMPT))
+        known, first = list(PROMPT), 0
+        for form in (mapped, states, mapped):
+            await session.advance(len(known), [1, 2], 4, [rows(form, first, len(known) + 1)])
+            known += [1, 2]
+            first = len(known) - 1
+            assert (await session.receive()).token_ids == one_pass(made, known, states, 4)
+        await session.advance(len(known), [1], 4, [rows(states[:, :5], first, first + 1)])
+        with pytest.raises(InvalidRequest, match="hidden_states have 5 numbers a position"):
+            await session.receive()
+        await session.close()
+
+
 async def test_states_that_do_not_come_are_zeros(made, other_checkpoint, spec):
     states = made_up_states(made, 60)
     async with start(made, other_checkpoint) as core:
@@ -150,6 +175,10 @@ async def test_drawn_tokens_come_with_their_rows(made, other_checkpoint, spec):
         assert len(proposal.token_ids) == 4
         assert len(proposal.q_rows) == 4
         await session.close()
+        drafter, given = core.drafter, [rows(made_up_states(made, 10), 0, 6)]
+        counts, sent = await draws_after_states(drafter, spec, [*PROMPT, 7], given, 2)
+    assert len(sent) == 1, "a row is the same whatever was drawn before it"
+    assert chi_square(counts[()], *sent.values(), 800) > 1e-4
 
 
 def test_files_that_are_refused(made, other_checkpoint, tmp_path):

@@ -14,9 +14,9 @@ import torch
 
 from engine.heads.mlp_speculator import MlpSpeculator
 from engine.heads.native.mlp_speculator import NativeMlp
+from engine.native.draft_structs import CMlpStep
 from engine.native.linears import NativeLinear
 from engine.native.rounded import quantise_linears
-from engine.native.structs import CMlpStep
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams

@@ -9,7 +9,7 @@ import torch
 
 from engine.native.library import load
 from engine.native.sampling import MAX_ROW_BYTES, sampler_of, samplings_of
-from engine.native.structs import CDraftPlace
+from engine.native.sampling_structs import CDraftPlace
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.rows import Rows
 from specdec.rules import Rule, SparseRow

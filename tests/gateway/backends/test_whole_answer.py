@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from gateway.backends.engines.answer import EngineLogprobs, parse
+from gateway.backends.engines.logprobs import output_positions
 from gateway.backends.engines.whole_answer import POSITIONS_AT_ONCE, read_whole
 from specdec.errors import Unavailable
 
@@ -45,6 +47,7 @@ async def test_a_long_prompts_logprobs_are_read_in_slices():
         whole_answer([None, at(2), None]),
         whole_answer([None, at(2), at(3, x={"logprob": 1})]),
         whole_answer([None, at(2), {"3": {"logprob": float("nan")}}]),
+        whole_answer([None, at(2), {"3": {"logprob": -1e300}}]),
         whole_answer([None, at(2), at(3)], token_ids=[-1]),
         whole_answer([None, at(2), at(3)])[:-20],
         whole_answer([None, at(2), at(3)])[:60],
@@ -56,3 +59,19 @@ async def test_a_long_prompts_logprobs_are_read_in_slices():
 async def test_prompt_logprobs_that_cannot_be(data):
     with pytest.raises(Unavailable):
         await read_whole(data, [1, 2, 3], 0)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_logprobs": [-0.5], "top_logprobs": [{f"token_id:{2**32}": -0.5}]},
+        {"token_logprobs": [-0.5], "top_logprobs": [{"token_id:7": -1e300}]},
+        {"token_logprobs": [-1e300]},
+        {"token_logprobs": [None]},
+        {"token_logprobs": [-0.5], "top_logprobs": [{"fox": -0.5}]},
+    ],
+)
+def test_logprobs_that_cannot_be(choice):
+    """Ids have 32 bits and values are float32: they would fit no message."""
+    with pytest.raises(Unavailable):
+        output_positions(parse(EngineLogprobs, json.dumps(choice).encode()), [7], 1)

@@ -73,7 +73,7 @@ def test_turnarounds_that_a_step_has_held_up_do_not_count():
 
 
 def test_a_session_is_expected_for_a_while_after_its_verdict():
-    for coalescer, now_ns, turnaround_ms in ((*taught(), 3), (RoundCoalescer(), 0, 10)):
+    for coalescer, now_ns, turnaround_ms in ((*taught(), 2), (RoundCoalescer(), 0, 10)):
         assert not coalescer.expects(now_ns)
         coalescer.left("a", now_ns)
         assert coalescer.expects(now_ns + turnaround_ms * MS)

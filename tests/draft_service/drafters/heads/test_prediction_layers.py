@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from specdec.errors import InvalidRequest
 from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.types import HiddenStates
 from tests.draft_service.conftest import make_model_settings, running
 from tests.draft_service.drafters.heads.talk import Talk
+from tests.draft_service.drafters.test_draft_model import chi_square, draws_after_states
 from tests.engine.heads.mtp_targets import VOCAB, write_mtp_layers
 from tests.engine.heads.test_mtp import MtpReference
 from tests.engine.heads.test_mtp_layers import by_the_formulas
@@ -51,6 +54,21 @@ async def test_rounds_with_rejections_and_shared_prompts(made, spec) -> None:
                 assert list(proposal.token_ids) == wanted[:k]
                 new, start, cut = [*proposal.token_ids[:num_accepted], rng.randrange(VOCAB)], None, None
             await talk.session.close()
+
+
+async def test_rows_are_what_tokens_were_drawn_from(made, spec) -> None:
+    """χ² of the second token, which the second layer drafts, for each first one."""
+    folder, target, _ = made
+    ids = [3, 1, 4, 1, 5, 9, 2]
+    with torch.no_grad():
+        states = target(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, :-1]
+    given = HiddenStates(0, states.shape[1], "float32", states.contiguous().numpy().tobytes())
+    async with running(settings_of(folder, num_speculative_tokens=2)) as core:
+        counts, rows = await draws_after_states(core.drafter, spec, ids, [given], 1, is_chain=True)
+    often = {first: seen for first, seen in counts.items() if seen.total() >= 40}
+    assert len(often) > 1
+    for first, seen in often.items():
+        assert chi_square(seen, rows[first], seen.total()) > 1e-5
 
 
 async def test_lost_states_are_a_gap_and_short_texts_draft(made, spec) -> None:
