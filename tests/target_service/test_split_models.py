@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +73,8 @@ MODELS = {
     "llama_one_kv_head": {"num_key_value_heads": 1, "attention_bias": True},
     "granitemoe_two_kv_heads": {"num_key_value_heads": 2, "num_local_experts": 4},
     "qwen2_three_kv_heads": {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
-    **HYBRIDS,
 }
-MODELS["nemotron_h_one_matrix"] = MODELS["nemotron_h"] | {"tie_word_embeddings": True}
+HYBRIDS["nemotron_h_one_matrix"] = HYBRIDS["nemotron_h"] | {"tie_word_embeddings": True}
 #: KV heads in all, of models that have another number than :data:`COMMON`.
 KV_HEADS = {"opt": 8, "gpt_neox": 8, "qwen2_two_kv_heads": 2, "qwen3_one_kv_head": 1, "llama_one_kv_head": 1}
 #: KV heads of each rank, of models whose attention is not split.
@@ -100,7 +101,7 @@ REPLICATED = re.compile(
 
 def build(name: str) -> PreTrainedModel:
     kind = re.sub("_(one|two|three)_.*", "", name)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **MODELS[name]}))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **(MODELS | HYBRIDS)[name]}))
 
 
 def bytes_of_a_rank(name: str, size: int) -> float:
@@ -121,16 +122,20 @@ def whole_bytes(name: str) -> int:
         return sum(parameter.nbytes for parameter in build(name).parameters())
 
 
+def save(names: Iterable[str], folder: Path) -> list[str]:
+    """Checkpoints of models."""
+    made = []
+    for name in names:
+        torch.manual_seed(0)
+        made.append(str(folder / name))
+        build(name).save_pretrained(made[-1])
+    return made
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
-    """Checkpoints of all models."""
-    made = []
-    for name in MODELS:
-        torch.manual_seed(0)
-        model = build(name)
-        made.append(str(tmp_path_factory.mktemp("models") / name))
-        model.save_pretrained(made[-1])
-    return made
+    """Checkpoints of all models without recurrent states."""
+    return save(MODELS, tmp_path_factory.mktemp("models"))
 
 
 def results_of(folders: list[str], size: int, num_hosts: int) -> dict[str, Any]:
@@ -174,8 +179,21 @@ def test_split_models(folders: list[str], size: int, num_hosts: int) -> None:
     results = results_of(folders, size, num_hosts)
     assert results.keys() == MODELS.keys()
     assert "GPT2LMHeadModel has no tensor-parallel plan" in results.pop("gpt2")["refused"]
-    assert "Zamba2ForCausalLM has no tensor-parallel plan" in results.pop("zamba2")["refused"]
     assert "3 KV heads (num_key_value_heads), which can neither" in results.pop("qwen2_three_kv_heads")["refused"]
+    check(results, size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_hybrids(size: int, tmp_path: Path) -> None:
+    results = results_of(save(HYBRIDS, tmp_path), size, 1)
+    assert results.keys() == HYBRIDS.keys()
+    assert "Zamba2ForCausalLM has no tensor-parallel plan" in results.pop("zamba2")["refused"]
+    check(results, size)
+
+
+def check(results: dict[str, Any], size: int) -> None:
+    """Logits, texts and shares of memory of split models."""
     for name, result in results.items():
         assert result["difference"] < 1e-4, name
         assert result["changed"] == [], name
