@@ -31,6 +31,7 @@ class Model:
     """An engine and the reference that finds no difference."""
 
     device = torch.device("cpu")
+    dtype = torch.float32
     num_threads = 1
     forward = None
     pool = SimpleNamespace(block_size=4)
