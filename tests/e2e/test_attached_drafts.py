@@ -103,7 +103,7 @@ def laptop(stack):
 # --- an honest draft ---
 
 
-@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("params", [pytest.param(PARAMS[0], marks=pytest.mark.exhaustive), *PARAMS[1:]])
 def test_it_drafts_for_requests_that_name_it(stack, laptop, prompts, params):
     _, token = laptop
     num_accepted = 0

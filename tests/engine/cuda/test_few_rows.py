@@ -97,7 +97,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("most_rows", [0, 16, 32, 64])
+@pytest.mark.parametrize("most_rows", [0, 64, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (16, 32))])
 def test_the_fastest_tiles_are_chosen_and_kept(most_rows: int, cache: Path) -> None:
     clock, layers = Clock({TILES[2]: 0.5}, most_rows), layers_of()
     found = choose(layers, EPS, timer=clock.time, clock=clock)
