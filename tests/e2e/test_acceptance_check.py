@@ -30,6 +30,7 @@ def lines_with(stack: Stack, text: str) -> list[str]:
     return [line for line in stack.gateway.log if text in line]
 
 
+@pytest.mark.exhaustive
 def test_a_misread_head_is_reported_by_the_gateway_and_by_the_draft(stack: Stack, tmp_path: Path) -> None:
     head = misread(tmp_path, {"norm_before_residual": True})
     draft = draft_process("--target-model", TARGET_MODEL, model=str(head))

@@ -469,7 +469,7 @@ async def test_others_are_not_held_up(stack, prompts, answers):
             await generate(stack, attached(request_of(prompts[0], max_tokens=400), token))
 
     calm, attacked = [], []
-    for _ in range(4):
+    for _ in range(3):
         attacking = asyncio.create_task(attack(""))  # the same load, drafted by nobody
         calm += [await longest_gap() for _ in range(3)]
         assert not attacking.done()

@@ -102,7 +102,8 @@ def plain(generate):
 @pytest.mark.parametrize(
     ("method", "k"),
     [
-        *((method, 3) for method in METHODS),
+        *((method, 3) for method in METHODS if method != "dflash"),
+        pytest.param("dflash", 3, marks=pytest.mark.exhaustive),  # DSpark is of its kind
         *(pytest.param(method, k, marks=pytest.mark.exhaustive) for method, k in REST),
     ],
 )
@@ -198,7 +199,7 @@ def test_the_calls_of_vllms_documentation(heads, prompts, config):
     assert output.metrics.num_draft_tokens > 0
 
 
-@pytest.fixture(scope="module", params=["eagle", "dspark"])
+@pytest.fixture(scope="module", params=["eagle", pytest.param("dspark", marks=pytest.mark.exhaustive)])
 def head_stack(request, stack, heads):
     draft = draft_process("--method", request.param, "--target-model", TARGET_MODEL, model=str(heads / request.param))
     running = Stack.start(stack.targets, [draft])

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_mixed_load_leaves_nothing_behind():
-    asyncio.run(soak(toys(), seconds=5, seed=3, num_tokens=60))
+    asyncio.run(soak(toys(), seconds=3, seed=3, num_tokens=60))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixtur
     # Without pacing, which may find that nothing pays off in so few tokens. A draft that the target asks is opened
     # after the target: it takes part in a text that is not too short.
     flags = ["--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2"]
-    flags += ["--max-tokens", "96"]
+    flags += ["--max-tokens", "64"]
     assert cli.main(["bench", *TINY, *flags, *files]) == 0
     printed = capsys.readouterr().out
     for text in ("plain", *DRAFTERS, "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
