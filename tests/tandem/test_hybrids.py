@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_service.core import DraftCore
 from specdec.errors import InvalidRequest
+from specdec.rules import Rule
 from tandem import LLM, SamplingParams
 from tandem.sampling_params import StructuredOutputsParams
 from target_service.core import TargetCore
 from tests.draft_first import draft_first
-from tests.hybrids import save_hybrid
+from tests.hybrids import KINDS, save_hybrid
 
 PROMPTS = [
     "def main(argv):\n    ",
@@ -24,6 +27,8 @@ PROMPTS = [
     "for i in range(",
 ]
 NUM_TOKENS = 40
+#: Texts whose distribution is compared: of these tokens, so long.
+PAIR, LENGTH = [40, 41], 5
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -92,6 +97,41 @@ def test_text_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> None:
             params = replace(PARAMS[2], max_tokens=5 * NUM_TOKENS)
             (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
             assert 0 < output.metrics.num_accepted_tokens <= output.metrics.num_draft_tokens, config
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_text_has_the_targets_distribution(kind: str, rule: Rule, tmp_path: Path) -> None:
+    """Ratio rules, whose text depends on what was drafted: all texts of two tokens, counted over 1,024 samples."""
+    target = save_hybrid(tmp_path / "target", kind)
+    draft = save_hybrid(tmp_path / "draft", kind, noise=0.05)
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": draft}
+    with LLM(
+        target, dtype="float32", num_threads=1, verification=rule, speculative_config=config, fixed_draft_length=True
+    ) as llm:
+        params = SamplingParams(temperature=1.0, n=128, max_tokens=LENGTH, ignore_eos=True, allowed_token_ids=PAIR)
+        outputs = llm.generate([PROMPTS[0]] * 8, [replace(params, seed=seed) for seed in range(8)], use_tqdm=False)
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 500
+    counts = Counter(tuple(sample.token_ids) for output in outputs for sample in output.outputs)
+    law = law_of(target, PROMPTS[0])
+    assert sum(counts.values()) == 1024
+    assert counts.keys() <= law.keys()
+    fit = stats.chisquare([counts[text] for text in law], [1024 * law[text] for text in law])
+    assert fit.pvalue > 1e-3
+
+
+def law_of(folder: str, prompt: str) -> dict[tuple[int, ...], float]:
+    """The probability of each text of ``LENGTH`` tokens out of ``PAIR``, by transformers."""
+    start = AutoTokenizer.from_pretrained(folder)(prompt).input_ids
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*start, *text] for text in law])).logits[:, -1, PAIR]
+        rows = zip(law.items(), logits.double().softmax(-1).tolist(), strict=True)
+        law = {(*text, token): mass * p for (text, mass), row in rows for token, p in zip(PAIR, row, strict=True)}
+    return law
 
 
 def test_trees_are_refused_at_start(tmp_path: Path) -> None:
