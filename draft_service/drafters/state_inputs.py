@@ -101,7 +101,9 @@ class StateInputs:
     def rows(self, states: Sequence[HiddenStates], positions: Sequence[int]) -> Tensor:
         """What is added to the embeddings of the tokens at these positions, float32 [len(positions), H]."""
         wanted = torch.tensor(positions) - 1
-        rows = F.linear(torch.zeros(len(positions), self.width), self.weight, self.bias)
+        # Unknown states are zeros.
+        bias = torch.zeros(len(self.weight)) if self.bias is None else self.bias
+        rows = bias.repeat(len(positions), 1)
         for part in states:
             if (here := (wanted >= part.start) & (wanted < part.end)).any():
                 own = tensor_of_states(part).float()[wanted[here] - part.start]
