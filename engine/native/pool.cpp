@@ -58,6 +58,13 @@ void Gate::wait_beyond(uint32_t old, int64_t spin_ns) {
   pthread_mutex_unlock(&mutex_);
 }
 
+Pool::Pool() {
+#if defined(__linux__)
+  CPU_ZERO(&cores_);
+  sched_getaffinity(0, sizeof(cores_), &cores_);  // where that fails, the set stays empty
+#endif
+}
+
 Pool& Pool::local() {
   Local& local = local_pool;
   if (!local.pool || local.owner != getpid()) {
@@ -104,7 +111,7 @@ int Pool::grow(int threads) {
     workers_ = static_cast<Worker**>(bigger);
   }
   while (num_workers_ < threads - 1) {
-    Worker* worker = new Worker{this, num_workers_ + 1, started_.value(), {}};
+    Worker* worker = new Worker{this, num_workers_ + 1, started_.value()};
     if (pthread_create(&worker->thread, nullptr, &Pool::main, worker) != 0) {
       delete worker;
       break;
@@ -116,11 +123,28 @@ int Pool::grow(int threads) {
 
 void* Pool::main(void* arg) {
   Worker* worker = static_cast<Worker*>(arg);
-  worker->pool->work(worker->id, worker->seen);
+  worker->pool->work(*worker);
   return nullptr;
 }
 
-void Pool::work(int id, uint32_t seen) {
+// Has workers that last ran on the caller's core run on the others from now on.
+void Pool::leave_core_of_caller(int workers) {
+#if defined(__linux__)
+  const int core = sched_getcpu();
+  if (core < 0 || core >= CPU_SETSIZE || CPU_COUNT(&cores_) < 2) return;
+  for (int i = 0; i < workers; i++) {
+    if (workers_[i]->core.load(std::memory_order_relaxed) != core) continue;
+    cpu_set_t others = cores_;
+    CPU_CLR(core, &others);
+    pthread_setaffinity_np(workers_[i]->thread, sizeof(others), &others);
+    workers_[i]->core.store(-1, std::memory_order_relaxed);
+  }
+#endif
+}
+
+void Pool::work(Worker& worker) {
+  const int id = worker.id;
+  uint32_t seen = worker.seen;
   int64_t spin_ns = kIdleSpinMinNs;
   for (;;) {
     if (started_.value() == seen) {
@@ -133,6 +157,9 @@ void Pool::work(int id, uint32_t seen) {
       if (spin_ns > kIdleSpinMaxNs) spin_ns = kIdleSpinMaxNs;
     }
     seen = started_.value();
+#if defined(__linux__)
+    worker.core.store(sched_getcpu(), std::memory_order_relaxed);
+#endif
     const int size = int(seen & ((1u << kSizeBits) - 1));
     if (size == 0) return;
     if (id >= size) continue;
@@ -159,6 +186,7 @@ void Pool::start(int threads, Invoke invoke, void* body) {
   stage_.set(0);
   const uint32_t number = (((started_.value() >> kSizeBits) + 1) << kSizeBits) | uint32_t(size);
   inside_.store(uint64_t(number) << 32 | kOpen, std::memory_order_release);
+  leave_core_of_caller(size - 1);
   started_.set(number);
   invoke(body, team);
   team.barrier();
