@@ -32,7 +32,8 @@ class Method:
     attends: bool = False
     #: It looks up what stood in some text before. Of two methods, the first is one of these.
     is_lookup: bool = False
-    #: Tokens a round commits with a good head, of up to three drafted ones; heads that reach far less are warned of.
+    #: Tokens a round commits with a good draft that reads states, of up to three drafted ones; those that reach far
+    #: less are warned of.
     usual_acceptance_length: float = 0.0
     #: How its checkpoints are recognised: ``speculators_model_type`` of the speculators library; a field of
     #: ``config.json``; a pattern in ``architectures`` or ``model_type``, lower case; a tensor, in files with the config
@@ -62,6 +63,7 @@ _BUILT_IN: Final = (
         name="draft_model",
         needs_model=True,
         attends=True,
+        usual_acceptance_length=2.4,
         training_name="draft",
         training_summary="a small causal language model, distilled from the target",
     ),
@@ -171,10 +173,9 @@ LOOKUP_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_l
 TRAINABLE: Final = {method.training_name: method for method in _BUILT_IN if method.training_name}
 
 
-def head_method(name: str) -> Method | None:
-    """The head among the methods of a drafter, as its server names them: one, or a lookup and another ("a+b")."""
-    method = METHODS.get(name.rsplit("+", maxsplit=1)[-1])
-    return method if method is not None and method.is_head else None
+def last_method(name: str) -> Method | None:
+    """Of the methods of a drafter, as its server names them: one, or a lookup and another ("a+b")."""
+    return METHODS.get(name.rsplit("+", maxsplit=1)[-1])
 
 
 def method_of(folder: str) -> str:
