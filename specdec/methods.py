@@ -101,6 +101,8 @@ _BUILT_IN: Final = (
         usual_acceptance_length=2.2,
         speculators_type="mtp",
         config_field=MTP_FIELD,
+        training_name="mtp",
+        training_summary="a prediction layer of the target's own kind, used again for every drafted token",
     ),
     Method(
         name="dflash",

@@ -63,7 +63,7 @@ def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None)
         texts = read_prompts(args.prompts)
         own: list[Prompt] = list(texts) if encode is None else [encode(text) for text in texts]
         return _plans(args, None, lambda _: cycle(own), len(own), has_probes=encode is not None)
-    plans = []
+    plans: list[Plan] = []
     for text in names:
         make = partial(_task, text, encode) if text in TASKS else partial(_prose, args, encode)
         more = _plans(args, text, make, 0, has_probes=encode is not None)
