@@ -168,7 +168,6 @@ _BUILT_IN: Final = (
 #: All methods by name. The last one that recognises a checkpoint is used: EAGLE-3 is an EAGLE, too.
 METHODS: Final[dict[str, Method]] = {method.name: method for method in _BUILT_IN}
 HEAD_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_head)
-ATTENDING_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.attends)
 MODEL_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.needs_model)
 LOOKUP_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_lookup)
 #: Methods by their names in ``tandem train``.
