@@ -1,8 +1,8 @@
 """One table of all drafters: what they gain over the task suite, and what that costs.
 
 ``python -m benchmarks.drafters`` runs ``tandem bench --text tasks`` without pacing on the bundled target and on the
-same padded to 200 M parameters. ``--heads`` adds heads of other methods that ``tandem train`` has made. ``--json``
-keeps what was measured, so that the table can be made in parts; ``--targets none`` prints what it holds.
+same padded to 200 M parameters. ``--json`` keeps what was measured, so that the table can be made in parts;
+``--targets none`` prints what it holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from benchmarks import command
 from specdec.flags import Parser
-from tandem.bench.break_even import ALL_TASKS, Curve, curves_of
+from tandem.bench.break_even import ALL_TASKS, Curve, cell, curves_of
 
 #: What ``tandem bench`` is told of a target.
 TARGETS: Final[Mapping[str, Sequence[str]]] = {"bundled": (), "padded": ("--pad-target", "200M"), "none": ()}
@@ -37,8 +37,8 @@ def measure(target: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
 def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Markdown: a row for each drafter; what is no ratio is of the first target with the fewest sessions."""
     curves = {target: _curves(sections) for target, sections in measured.items()}
-    fewest = min(section["num_sessions"] for section in next(iter(measured.values())))
-    alone = _curves([each for each in next(iter(measured.values())) if each["num_sessions"] == fewest])
+    listed = next(iter(measured.values()))
+    alone = _curves([each for each in listed if each["num_sessions"] == min(each["num_sessions"] for each in listed)])
     cells = [
         (target, num) for target, own in curves.items() for num in sorted({n for c in own.values() for n in c.ratios})
     ]
@@ -47,18 +47,13 @@ def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     for mode in dict.fromkeys(mode for own in curves.values() for mode in own):
         known = [curves[target].get(mode) for target, _ in cells]
         first = alone.get(mode) or next(curve for curve in known if curve is not None)
-        ratios = [_ratio(curve, num) for curve, (_, num) in zip(known, cells, strict=True)]
+        ratios = ["–" if curve is None else cell(curve, num) for curve, (_, num) in zip(known, cells, strict=True)]
         rows.append([f"`{mode}`", first.length, _show(first.draft_ms, ".2f"), _show(first.state_bytes, ".0f"), *ratios])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _curves(sections: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {curve.mode: curve for curve in curves_of(sections) if curve.task == ALL_TASKS and curve.ratios}
-
-
-def _ratio(curve: Curve | None, num_sessions: int) -> str:
-    ratio = None if curve is None else curve.ratios.get(num_sessions)
-    return "–" if ratio is None else f"{ratio.spread.median:.2f} ± {ratio.error:.2f}"
 
 
 def _show(value: float | None, form: str) -> str:
@@ -70,21 +65,16 @@ def main() -> int:
     flags = Parser("python -m benchmarks.drafters", description=__doc__)
     flags.add_argument("--targets", type=command.names(tuple(TARGETS)), default=("bundled", "padded"))
     flags.add_argument("--drafters", default="all", help="as of tandem bench --drafter")
-    flags.add_argument("--heads", nargs="*", default=(), metavar="DIR", help="heads of methods that none is bundled of")
     flags.add_argument("--sessions", default="1,8", help="default: 1,8")
     flags.add_argument("--num-prompts", default="2", help="of each task and session")
     flags.add_argument("--max-tokens", default="32", help="of each answer")
     flags.add_argument("--json", type=Path, metavar="FILE", help="add to this file, and print all it holds")
     args = flags.parse_args()
-    measured: dict[str, list[dict[str, Any]]] = {}
-    if args.json is not None and args.json.is_file():
-        measured = json.loads(args.json.read_text())
+    is_kept = args.json is not None and args.json.is_file()
+    measured: dict[str, list[dict[str, Any]]] = json.loads(args.json.read_text()) if is_kept else {}
     options = ["--batch-size", args.sessions, "--num-prompts", args.num_prompts, "--max-tokens", args.max_tokens]
-    runs = [["--drafter", args.drafters]] if args.drafters != "none" else []
-    runs += [["--speculative-config", json.dumps({"model": head})] for head in args.heads]
-    for target in args.targets:
-        for run in runs if target != "none" else ():
-            measured.setdefault(target, []).extend(measure(target, [*options, *run]))
+    for target in (each for each in args.targets if each != "none"):
+        measured.setdefault(target, []).extend(measure(target, [*options, "--drafter", args.drafters]))
     if args.json is not None:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
     print(table(measured))

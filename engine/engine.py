@@ -112,10 +112,12 @@ class Engine:
         return logits, PassStates(wanted, states)
 
     def check_state_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers, with the last one's number for :data:`BEFORE_NORM`. Raises :class:`InvalidRequest` unless their
+        """The layers, with their numbers for :data:`BEFORE_NORM` and less. Raises :class:`InvalidRequest` unless their
         hidden states can be had of this model.
         """
-        layers = tuple(self._num_layers or 0 if layer == BEFORE_NORM else layer for layer in layers)
+        count = self._num_layers or 0
+        back = range(BEFORE_NORM - count, BEFORE_NORM + 1)
+        layers = tuple(count + layer - BEFORE_NORM if layer in back else layer for layer in layers)
         check_layers(layers, self._num_layers)
         return layers
 

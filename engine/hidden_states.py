@@ -193,7 +193,7 @@ class StateTap:
         whole.append(torch.stack([caught[layer] for layer in layers], dim=1))
 
 
-#: Stands for the state before the final norm, whatever its number is.
+#: Stands for the state before the final norm, whatever its number is; one less for that of the layer before, and so on.
 BEFORE_NORM: Final = -2
 
 

@@ -1,4 +1,4 @@
-"""The self-test of draft heads at start: does the target accept what a head of its kind should get right?
+"""The self-test of drafts that read states, at start: does the target accept what one of its kind should get right?
 
 A head whose files are read wrongly, or that belongs to another target, drafts nonsense without any error. The text
 stays right, but drafting is slower than none. Only the gateway, where target and draft meet, can see that.
@@ -20,7 +20,7 @@ from gateway.decoding.request import DecodingRequest
 from gateway.generation import Generation
 from gateway.placement.routing import Replica, Router
 from specdec.errors import InvalidRequest, TandemError
-from specdec.methods import BETTER, GOOD_SHARE, head_method
+from specdec.methods import BETTER, GOOD_SHARE, last_method
 from specdec.params import SamplingParams
 from specdec.types import ModelInfo
 
@@ -35,6 +35,8 @@ LEAST_SHARE: Final = 0.25
 #: Rounds below which nothing can be said, and seconds the test may take for each prompt.
 MIN_ROUNDS: Final = 5
 TIMEOUT_S: Final = 20.0
+#: The number of the last layer's state before the final norm.
+_BEFORE_NORM: Final = (-2,)
 #: What is said where no cause is found.
 USUAL_CAUSES: Final = (
     "Usual causes: the head was trained for another target, or for another version or quantization of it; its config"
@@ -81,7 +83,7 @@ async def _draft(generation: Generation, router: Router, head: ModelInfo, usual:
     context = DecodingContext(router, replace(generation.settings, fixed_draft_length=True))
     counted = SpeculationMetrics()
     for text in PROMPTS:
-        request = await _request(generation, head.method, text)
+        request = await _request(generation, head, text)
         if request is None:
             return None
         decoding = Decoding(context, request)
@@ -104,10 +106,8 @@ def _gain(counted: SpeculationMetrics, usual: float) -> float:
 async def _better_layers(generation: Generation, head: ModelInfo, usual: float, gain: float) -> str:
     """Let it draft on the states of the layers beside; what to change if that is right, else empty."""
     given, router = head.hidden_state_layers, generation.router
-    is_last = given == (-1,)
     found = ""
-    shifts = [tuple(i + by for i in given) for by in (-1, 1)]
-    for layers in [(-2,)] if is_last else [each for each in shifts if min(each) >= 0]:
+    for layers in _layers_beside(head):
         # The target sends them as they are: what it may run in the head's place belongs to the head's own layers.
         shifted = replace(head, hidden_state_layers=layers, hidden_state_map="")
         trial = Router(
@@ -119,20 +119,38 @@ async def _better_layers(generation: Generation, head: ModelInfo, usual: float, 
         for draft in trial.drafts.replicas:
             trial.draft_up(draft, shifted)
         try:
-            counted = await _draft(generation, trial, head, usual)
+            counted = await _draft(generation, trial, shifted, usual)
         except TandemError:  # the target has no such layer
             continue
         if counted is not None and _gain(counted, usual) >= max(0.5, BETTER * gain):
             gain = _gain(counted, usual)
-            what = "the state before the final norm" if is_last else f"the hidden states {[*layers]}, not {[*given]},"
+            is_norm = layers == _BEFORE_NORM
+            what = "the state before the final norm" if is_norm else f"the hidden states {[*layers]}, not {[*given]},"
             found = (
-                f"Likely cause: {'the norm of its state' if is_last else 'its layer ids, which are off by one'}. On"
+                f"Likely cause: {'the norm of its state' if is_norm else 'its layer ids, which are off by one'}. On"
                 f" {what} it commits {counted.mean_acceptance_length:.2f} tokens a round"
             )
     return found
 
 
-async def _request(generation: Generation, method: str, text: str) -> DecodingRequest | None:
+def _layers_beside(head: ModelInfo) -> list[tuple[int, ...]]:
+    """Numbers of the states that its config may mean: those before or after the ones it names."""
+    given = head.hidden_state_layers
+    method = last_method(head.method)
+    if method is not None and method.is_head:
+        shifts = [tuple(i + by for i in given) for by in (-1, 1)]
+        return [_BEFORE_NORM] if given == (-1,) else [each for each in shifts if min(each) >= 0]
+    # PARD-2 names indices of transformers' hidden_states. The last of them, -1, is after the final norm, and the one
+    # before it is our -3. Only the target knows its number, so the highest state is followed by either.
+    after = tuple(i + 1 for i in given)
+    return [
+        tuple(i - 1 if i >= 0 else -3 for i in given),
+        after,
+        tuple(-1 if i == max(after) else i for i in after),
+    ]
+
+
+async def _request(generation: Generation, head: ModelInfo, text: str) -> DecodingRequest | None:
     """Greedy text on a prompt; None where nothing is drafted or there is no room."""
     k = min(NUM_DRAFT_TOKENS, generation.settings.num_speculative_tokens)
     if generation.tokenizer is None:
@@ -149,13 +167,14 @@ async def _request(generation: Generation, method: str, text: str) -> DecodingRe
         prompt=tuple(prompt),
         params=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0),
         num_speculative_tokens=k,
-        drafters=Drafters((), method),
+        drafters=Drafters((), head.method),
+        cache_salt=f"self-test {head.hidden_state_layers}",  # no entries that were made of other states
         deadline=asyncio.get_running_loop().time() + TIMEOUT_S,
     )
 
 
 class StartUpCheck:
-    """Checks each head once, when it comes up."""
+    """Checks each draft that reads states once, when it comes up."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -165,8 +184,8 @@ class StartUpCheck:
         """Check those that can be used now and were not checked before."""
         for replica in self._generation.router.drafts.usable:
             head = replica.info
-            method = None if head is None else head_method(head.method)
-            if head is None or method is None or head.name in self._checked:
+            method = None if head is None else last_method(head.method)
+            if head is None or method is None or not head.hidden_state_layers or head.name in self._checked:
                 continue
             self._checked.add(head.name)
             await check_acceptance(self._generation, head, method.usual_acceptance_length)

@@ -32,7 +32,8 @@ class Method:
     attends: bool = False
     #: It looks up what stood in some text before. Of two methods, the first is one of these.
     is_lookup: bool = False
-    #: Tokens a round commits with a good head, of up to three drafted ones; heads that reach far less are warned of.
+    #: Tokens a round commits with a good draft that reads states, of up to three drafted ones; those that reach far
+    #: less are warned of.
     usual_acceptance_length: float = 0.0
     #: How its checkpoints are recognised: ``speculators_model_type`` of the speculators library; a field of
     #: ``config.json``; a pattern in ``architectures`` or ``model_type``, lower case; a tensor, in files with the config
@@ -62,6 +63,7 @@ _BUILT_IN: Final = (
         name="draft_model",
         needs_model=True,
         attends=True,
+        usual_acceptance_length=2.4,
         training_name="draft",
         training_summary="a small causal language model, distilled from the target",
     ),
@@ -99,6 +101,8 @@ _BUILT_IN: Final = (
         usual_acceptance_length=2.2,
         speculators_type="mtp",
         config_field=MTP_FIELD,
+        training_name="mtp",
+        training_summary="a prediction layer of the target's own kind, used again for every drafted token",
     ),
     Method(
         name="dflash",
@@ -164,17 +168,15 @@ _BUILT_IN: Final = (
 #: All methods by name. The last one that recognises a checkpoint is used: EAGLE-3 is an EAGLE, too.
 METHODS: Final[dict[str, Method]] = {method.name: method for method in _BUILT_IN}
 HEAD_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_head)
-ATTENDING_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.attends)
 MODEL_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.needs_model)
 LOOKUP_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_lookup)
 #: Methods by their names in ``tandem train``.
 TRAINABLE: Final = {method.training_name: method for method in _BUILT_IN if method.training_name}
 
 
-def head_method(name: str) -> Method | None:
-    """The head among the methods of a drafter, as its server names them: one, or a lookup and another ("a+b")."""
-    method = METHODS.get(name.rsplit("+", maxsplit=1)[-1])
-    return method if method is not None and method.is_head else None
+def last_method(name: str) -> Method | None:
+    """Of the methods of a drafter, as its server names them: one, or a lookup and another ("a+b")."""
+    return METHODS.get(name.rsplit("+", maxsplit=1)[-1])
 
 
 def method_of(folder: str) -> str:

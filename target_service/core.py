@@ -11,20 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final
 
-import torch
-
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
-from engine.heads.files.checkpoint import read_state_map
-from engine.heads.files.packed_state_map import unpack_state_map
 from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
-from engine.loading.memory import LargestStep, free_bytes
-from engine.native.linears import pack_linears
+from engine.loading.memory import LargestStep
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
 from engine.state_map import StateMap
-from specdec.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
+from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
@@ -41,6 +36,7 @@ from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.sequence_memory import SequenceMemory
 from target_service.session.opening import may_reuse
 from target_service.session.session import Session
+from target_service.state_map_intake import StateMapIntake, read_state_maps
 from target_service.state_maps import StateMaps
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
@@ -48,8 +44,6 @@ from target_service.verification.verifier import Verifier, decide_many
 
 logger = logging.getLogger(__name__)
 
-#: Seconds in which all parts of a head's first layer must come.
-MAP_TIMEOUT_S: Final = 300.0
 GOING_DOWN: Final = "the target is shutting down; use another replica"
 
 #: A step of rounds runs on the event loop if the latest one of as many rows took less than this, in nanoseconds. That
@@ -81,6 +75,7 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._state_maps = StateMaps(state_maps or {}, settings.max_state_map_bytes)
+        self._intake = StateMapIntake(self._state_maps, engine, device, settings)
         self._verifier = verifier
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
@@ -133,7 +128,7 @@ class TargetCore:
             await device.run(engine.warm_up)
             verifier = cls.verifier_class(num_threads=engine.num_threads)
             await device.run(verifier.warm_up, engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
-            state_maps = await device.run(_read_state_maps, settings, engine)
+            state_maps = await device.run(read_state_maps, settings, engine)
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
@@ -194,42 +189,7 @@ class TargetCore:
 
     async def put_state_map(self, parts: AsyncIterator[StateMapPart]) -> None:
         """See :class:`specdec.backends.StateMapTaker`. Sessions that are open go on without it."""
-        if (first := await anext(parts, None)) is None:
-            raise InvalidRequest("no part came; send the first layer of a head", param="data")
-        if not self._state_maps.wants(fingerprint := first.fingerprint):
-            return
-        self._state_maps.reserve(
-            fingerprint,
-            first.num_bytes,
-            client=first.client,
-            max_share=first.max_share if first.HasField("max_share") else 1.0,
-            in_use={session.spec.hidden_state_map for session in self._sessions},
-            free_bytes=free_bytes(self.engine.device),
-        )
-        try:
-            async with asyncio.timeout(MAP_TIMEOUT_S):
-                data = await _joined(first, parts)
-            state_map = await asyncio.to_thread(unpack_state_map, data, fingerprint)
-            del data
-            self.engine.check_state_layers(state_map.layers)
-            if state_map.linear.in_features != (width := len(state_map.layers) * self.engine.hidden_size):
-                raise InvalidRequest(
-                    f"the first layer reads {state_map.linear.in_features} numbers, and the states of its layers have"
-                    f" {width}: the head is another target's",
-                    param="data",
-                )
-            await self._device.run(_place_state_map, state_map, self.engine, self._settings)
-        except TimeoutError:
-            self._state_maps.give_up(fingerprint)
-            raise DeadlineExceeded(f"the first layer did not come within {MAP_TIMEOUT_S:g} s; send it again") from None
-        except torch.OutOfMemoryError as error:
-            self._state_maps.give_up(fingerprint)
-            raise Overloaded(f"the device has no memory for the first layer of a head ({error})") from error
-        except BaseException:
-            self._state_maps.give_up(fingerprint)
-            raise
-        self._state_maps.store(fingerprint, state_map)
-        logger.info("took the first layer %s… of a head: %d bytes", fingerprint[:12], first.num_bytes)
+        await self._intake.take(parts, lambda: {session.spec.hidden_state_map for session in self._sessions})
 
     async def info(self) -> ModelInfo:
         """Describe the model."""
@@ -437,40 +397,6 @@ class TargetCore:
             f"the target is full: {self._admission.num_open} of {scheduler.max_num_seqs} sessions open,"
             f" {pool.used_blocks} of {pool.total_blocks} KV blocks in use"
         )
-
-
-def _read_state_maps(settings: TargetSettings, engine: Engine) -> dict[str, StateMap]:
-    """The first layers of the heads that the settings name, on the engine's device and kernels."""
-    read = [read_state_map(folder, settings.model.model, engine.device) for folder in settings.hidden_state_maps]
-    maps = dict(each for each in read if each is not None)
-    for state_map in maps.values():
-        _place_state_map(state_map, engine, settings)
-    return maps
-
-
-def _place_state_map(state_map: StateMap, engine: Engine, settings: TargetSettings) -> None:
-    """On the engine's device and kernels."""
-    state_map.to(device=engine.device, dtype=state_map.linear.weight.dtype)
-    if engine.device.type == "cpu" and not settings.model.enforce_eager:
-        pack_linears(state_map, engine.num_threads, settings.model.autotune)
-
-
-async def _joined(first: StateMapPart, parts: AsyncIterator[StateMapPart]) -> bytes:
-    """The data of all parts.
-
-    Raises:
-        InvalidRequest: it is not as long as the first one says.
-    """
-    data = bytearray(first.data)
-    async for part in parts:
-        data += part.data
-        if len(data) > first.num_bytes:
-            break
-    if len(data) != first.num_bytes:
-        raise InvalidRequest(
-            f"the parts have {len(data)} bytes and num_bytes is {first.num_bytes}; send it again", param="num_bytes"
-        )
-    return bytes(data)
 
 
 async def _undo_start(device: DeviceThread, loading: asyncio.Task[Engine]) -> None:

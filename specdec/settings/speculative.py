@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from specdec.errors import did_you_mean
-from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS
+from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.refused_methods import refuse_method
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
@@ -34,22 +34,17 @@ class SpeculativeSettings(LookupSettings):
     speculative_token_tree: str | None = option(None, "a static tree instead, such as '[(0,), (1,), (0, 0)]'")
     draft_window_size: int | None = option(
         None,
-        "tokens of a text that are read at most, the first and the last; 0: all; by default what the checkpoint names",
+        "most tokens of a text that a draft attends to, the first and the last; 0: all; by default what the checkpoint"
+        " names",
         ge=0,
-        only=ATTENDING_METHODS,
     )
-    draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    draft_sink_size: int = option(4, "first tokens that they read of a longer text", ge=0)
     draft_vocab: str | None = option(
         None,
         "JSON file of the token ids that may be drafted",
         only=("draft_model", "eagle3", "mtp", "dflash", "dspark"),
     )
-    hidden_state_dtype: str = option(
-        "int8",
-        "type of the target's states",
-        choices=STATE_DTYPES,
-        only=HEAD_METHODS,
-    )
+    hidden_state_dtype: str = option("int8", "type of the target's states that drafts read", choices=STATE_DTYPES)
     draft_confidence_threshold: float = option(
         0.0, "a draft ends before a token whose confidence is below this", ge=0, le=1, only=("dspark",)
     )

@@ -269,7 +269,7 @@ class OpenTargetSession(_message.Message):
     def hidden_state_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Send these hidden states with each verdict; empty sends none. 0 is the output of the embedding, i the output of layer
         i (from 1), all before the final norm; -1 is what the output layer reads: the last layer's output after the final
-        norm; -2 is the same before it.
+        norm; -2 is the same before it, -3 the output of the layer before the last, and so on.
         """
 
     @_builtins.property

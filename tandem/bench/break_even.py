@@ -116,14 +116,15 @@ def table_of(curves: Sequence[Curve]) -> Table:
     for curve in curves:
         if task not in (None, curve.task):
             table.add_section()
-        values = (_cell(curve, num) for num in counts)
+        values = (cell(curve, num) for num in counts)
         end = "–" if curve.break_even is None else str(curve.break_even)
         table.add_row("" if curve.task == task else curve.task, curve.mode, curve.length, *values, end)
         task = curve.task
     return table
 
 
-def _cell(curve: Curve, num_sessions: int) -> str:
+def cell(curve: Curve, num_sessions: int) -> str:
+    """The ratio with its error, or the tokens per second."""
     if num_sessions in curve.ratios:
         ratio = curve.ratios[num_sessions]
         return f"{ratio.spread.median:.2f} ± {ratio.error:.2f}"

@@ -92,6 +92,8 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for method in MODEL_METHODS:
         if model := bundled_drafter(args.model, [method]):
             known[method] = {"method": method, "model": model}
+    folders = (part.strip().partition("=")[::2] for part in (args.drafter or "").split(",") if "=" in part)
+    known |= {method: {"method": method, "model": folder} for method, folder in folders}
     if given is not None:
         known[given.methods[-1]] = {**asdict(given), "method": given.methods[-1]}
         k = given.num_speculative_tokens if k is None else k
@@ -117,7 +119,7 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _names(args: argparse.Namespace, given: SpeculativeSettings | None, known: Collection[str]) -> list[str]:
-    chosen = [part.strip() for part in (args.drafter or "").split(",") if part.strip()]
+    chosen = [part.strip().partition("=")[0] for part in (args.drafter or "").split(",") if part.strip()]
     if chosen == ["all"]:
         return [name for name in DRAFTERS if name in known]
     if not chosen and given is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Final
@@ -22,7 +22,7 @@ PROSE: Final = "prose"
 
 NUM_WARM_UP: Final = 2
 NUM_PROBES: Final = 3
-#: Of the task suite, which has many sections and whose report has no parts of a round.
+#: Of each task, of which there are many; of the first alone where drafts have a fixed length.
 _NUM_TASK_WARM_UP: Final = 1
 #: Batches measured: with few sessions, and from ``_LARGE`` sessions on.
 NUM_BATCHES: Final = 8
@@ -63,10 +63,11 @@ def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None)
         texts = read_prompts(args.prompts)
         own: list[Prompt] = list(texts) if encode is None else [encode(text) for text in texts]
         return _plans(args, None, lambda _: cycle(own), len(own), has_probes=encode is not None)
-    plans = []
+    plans: list[Plan] = []
     for text in names:
         make = partial(_task, text, encode) if text in TASKS else partial(_prose, args, encode)
-        plans += _plans(args, text, make, 0, has_probes=encode is not None)
+        more = _plans(args, text, make, 0, has_probes=encode is not None)
+        plans += [replace(each, warm_up=()) for each in more] if plans and args.fixed_draft_length else more
     return plans
 
 

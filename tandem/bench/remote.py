@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any, Final
 
 from gateway.placement.routing import Router
@@ -75,7 +76,7 @@ class RestSystem:
     def __init__(
         self, server: RestClient, model: str, *, is_tandem: bool, extra_body: Mapping[str, Any] | None = None
     ) -> None:
-        self._server, self._model, self._is_tandem = server, model, is_tandem
+        self._server, self._model, self._is_tandem, self._salt = server, model, is_tandem, token_hex(8)
         self._extra_body = extra_body or {}
 
     async def stream(
@@ -128,6 +129,7 @@ class RestSystem:
             "ignore_eos": params.ignore_eos,
             "return_token_ids": True,
             "speculation": speculation,
+            "cache_salt": f"{self._salt} {k} {rule}",
             **self._extra_body,
         }
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, replace
+from secrets import token_hex
 from typing import Any, Final, Protocol
 
 import grpc.aio
@@ -166,7 +167,7 @@ async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) ->
 
 
 class GrpcSystem:
-    """The gateway's gRPC API."""
+    """The gateway's gRPC API. No mode finds in the target's cache what another one has computed."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class GrpcSystem:
         api_key: str | None = None,
     ) -> None:
         """``url`` is where the gateway's HTTP can be reached, its metrics for one."""
-        self._stub = GenerationServiceStub(channel)
+        self._stub, self._salt = GenerationServiceStub(channel), token_hex(8)
         self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self.router = router
         self.url = url
@@ -208,6 +209,7 @@ class GrpcSystem:
                     num_speculative_tokens=k, verification=codec.encode_rule(rule), method=method
                 ),
                 prediction=prediction,
+                cache_salt=f"{self._salt} {k} {rule}",
             ),
             metadata=self._metadata,
         )
@@ -236,7 +238,7 @@ class EmbeddedSystem:
     """The generation module in this process."""
 
     def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+        self._generation, self._salt = generation, token_hex(8)
         self.router: Router | None = generation.router
 
     async def stream(
@@ -250,9 +252,9 @@ class EmbeddedSystem:
         prediction: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """One streamed request."""
-        request = GenerationRequest(
-            prompt=prompt, params=params, rule=rule, num_speculative_tokens=k, method=method, prediction=prediction
-        )
+        drafts: dict[str, Any] = {"num_speculative_tokens": k, "method": method, "prediction": prediction}
+        salt = f"{self._salt} {k} {rule}"
+        request = GenerationRequest(prompt=prompt, params=params, rule=rule, cache_salt=salt, **drafts)
         async with aclosing(self._generation.stream(request)) as chunks:
             async for chunk in chunks:
                 metrics = None if chunk.final is None else asdict(chunk.final.speculation)

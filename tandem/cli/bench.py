@@ -37,8 +37,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--drafter",
         metavar="A,B",
-        help="methods such as draft_model, ngram, suffix, eagle3, eagle3-tree, suffix+draft_model; or all (default: the"
-        " configured one)",
+        help="methods such as draft_model, ngram, suffix, eagle3, eagle3-tree, suffix+draft_model, or dflash=FOLDER; or"
+        " all (default: the configured one)",
     )
     group.add_argument(
         "--text",

@@ -11,13 +11,14 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.methods import TRAINABLE
 from tandem.training.checkpoint import name_window, round_weights, save_draft, save_head
 from tandem.training.dataset import load_texts
 from tandem.training.draft_vocabulary import count_tokens
 from tandem.training.fit import Evaluation, Fit, measure
 from tandem.training.lesson import check_states
 from tandem.training.lesson_store import LessonStore
-from tandem.training.settings import LAYERED, TrainSettings
+from tandem.training.settings import TrainSettings
 from tandem.training.student import layers_read, make_student
 
 
@@ -65,7 +66,7 @@ def train_drafter(settings: TrainSettings) -> list[Evaluation]:
         save_draft(student.module, Path(settings.target), output)
     else:
         save_head(student.module, output)
-    if settings.method in LAYERED:  # it reads all tokens before, and has learnt from no longer texts
+    if TRAINABLE[settings.method].attends:  # it reads all tokens before, and has learnt from no longer texts
         name_window(output, settings.row_length)
     if not settings.keep_lessons:
         shutil.rmtree(work)

@@ -11,7 +11,8 @@ from tandem.training.loss_weights import LossWeights
 METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.items()}
 #: Drafters with attention.
 LAYERED: Final = ("eagle3", "eagle", "draft", "dflash", "dspark")
-_EAGLES: Final = ("eagle3", "eagle")
+#: Drafters that read what they made of the step before.
+_CHAINED: Final = ("eagle3", "eagle", "mtp")
 _BLOCKS: Final = ("dflash", "dspark")
 #: Heads that read some of the target's hidden states.
 _READERS: Final = ("eagle3", *_BLOCKS)
@@ -78,7 +79,7 @@ class TrainSettings:
 
     num_steps: int = option(2000, "optimisation steps", gt=0)
     batch_tokens: int = option(4096, "tokens of a step", gt=0)
-    unroll_steps: int | None = option(None, "steps of a chain that are trained (4)", gt=0, only=_EAGLES)
+    unroll_steps: int | None = option(None, "steps of a chain that are trained (4)", gt=0, only=_CHAINED)
     num_anchors: int | None = option(None, "blocks of a row that are trained in a step (48)", gt=0, only=_BLOCKS)
     step_decay: float = option(0.8, "weight of a step's loss in that of the step before", ge=0, le=1)
     rate: float = option(3e-3, "peak learning rate", gt=0)

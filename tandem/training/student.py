@@ -19,11 +19,13 @@ from engine.heads.head import DraftHead
 from engine.heads.layer import LayerConfig, RopeConfig
 from engine.heads.medusa import MedusaConfig, MedusaHeads
 from engine.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from engine.heads.mtp import MtpHead
 from specdec.errors import InvalidRequest
 from specdec.methods import TRAINABLE, method_of
 from tandem.training.block import NUM_ANCHORS, unroll_blocks
 from tandem.training.draft_vocabulary import draft_ids, most_frequent
 from tandem.training.lesson import Lessons
+from tandem.training.mtp import create_mtp, unroll_mtp
 from tandem.training.parallel import as_parallel, unroll_parallel
 from tandem.training.settings import TrainSettings
 from tandem.training.unroll import Guess, unroll_draft, unroll_eagle, unroll_medusa, unroll_mlp
@@ -138,6 +140,12 @@ def _block_student(head: DFlashHead, settings: TrainSettings, vocab_size: int) -
 def _eagle_student(head: EagleHead, settings: TrainSettings, vocab_size: int) -> Student:
     _freeze_shared(head)
     return Student(head, unroll_eagle, settings.unroll_steps or NUM_UNROLL_STEPS, (vocab_size,))
+
+
+def _mtp_student(head: MtpHead, settings: TrainSettings, vocab_size: int) -> Student:
+    for name in head.shared_names:
+        head.get_parameter(name).requires_grad_(False)
+    return Student(head, unroll_mtp, settings.unroll_steps or NUM_UNROLL_STEPS, (vocab_size,))
 
 
 def _medusa_student(heads: MedusaHeads, settings: TrainSettings, vocab_size: int) -> Student:
@@ -363,6 +371,7 @@ class _Trainer:
 _TRAINERS: Final[Mapping[str, _Trainer]] = {
     "eagle3": _Trainer(_create_eagle3, _eagle3_student),
     "eagle": _Trainer(_create_eagle, _eagle_student),
+    "mtp": _Trainer(lambda settings, target, counts: create_mtp(target), _mtp_student),
     "dflash": _Trainer(_create_block, _block_student),
     "dspark": _Trainer(_create_block, _block_student),
     "medusa": _Trainer(_create_medusa, _medusa_student),

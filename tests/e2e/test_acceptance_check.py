@@ -8,8 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
+from specdec.methods import STATES_FILE
 from tandem import LLM, SamplingParams
+from tandem.training.checkpoint import save_draft
+from tandem.training.parallel import as_parallel
 from tests.e2e.servers import MODELS, TARGET_MODEL, Stack, draft_process, wait_until
 
 HEAD = MODELS / "python-12m-eagle3"
@@ -66,6 +71,37 @@ def test_the_offline_api_names_the_likely_cause(
     with caplog.at_level(logging.WARNING), LLM(speculative_config={"method": "eagle3", "model": str(head)}) as llm:
         llm.generate(["def f("], SamplingParams(max_tokens=16))
     assert words in caplog.text if words else "SELF-TEST" not in caplog.text
+
+
+def reads_states(folder: Path, right: list[int], wrong: list[int]) -> None:
+    """The target as a PARD-2 draft. Its matrix makes little of the states ``right`` and much of ``wrong``."""
+    target = LlamaForCausalLM.from_pretrained(MODELS / "python-12m", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "python-12m")
+    ids = tokenizer(Path(json.__file__).read_text()[:3000], return_tensors="pt").input_ids
+    with torch.inference_mode():
+        states = target(ids, output_hidden_states=True).hidden_states
+    few, much = (torch.cat([states[i][0] for i in layers], -1) for layers in (right, wrong))
+    little = few.T @ few + 0.3 * few.square().sum() / few.shape[1] * torch.eye(few.shape[1])
+    inverse = torch.linalg.inv(torch.linalg.cholesky(little))
+    shares, directions = torch.linalg.eigh(inverse @ (much.T @ much) @ inverse.T)
+    matrix = torch.randn(target.config.hidden_size, 32) @ (inverse.T @ directions[:, -32:]).T
+    save_draft(as_parallel(target, 4096), MODELS / "python-12m", folder)
+    torch.save({"target_proj.weight": matrix * (len(ids[0]) / 32 / shares[-32:].mean()).sqrt()}, folder / STATES_FILE)
+
+
+@pytest.mark.exhaustive
+def test_wrong_states_of_pard_2_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, lines = tmp_path / "pard2", []
+    reads_states(folder, [-1, -2], [-2, -3])
+    config = json.loads((folder / "config.json").read_text())
+    for layers in ([-1, -2], [-2, -3]):
+        fields = {"pard2_target_layers": layers, "pard2_scale": 1.0}
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        with caplog.at_level(logging.WARNING), LLM(speculative_config={"model": str(folder)}):
+            pass
+        lines.append([line for line in caplog.messages if "SELF-TEST FAILED: the target" in line])
+    assert not lines[0]
+    assert "its layer ids, which are off by one. On the hidden states [-1, 5], not [5, 4]," in lines[1][0]
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mlp_speculator"])

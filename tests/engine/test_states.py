@@ -131,7 +131,8 @@ def test_layers_the_model_does_not_have_are_refused(llama: Engine) -> None:
     assert llama.check_state_layers(()) == ()
     assert llama.check_state_layers(ALL) == ALL
     assert llama.check_state_layers((BEFORE_NORM,)) == (2,)
-    for layer in (3, -3):
+    assert llama.check_state_layers((-3, -4)) == (1, 0)
+    for layer in (3, -5):
         with pytest.raises(InvalidRequest, match=f"names {layer}; the target has the states 0 to 2, and -1"):
             llama.check_state_layers((0, layer))
     sequence = llama.pool.open(4)

@@ -10,7 +10,7 @@ from engine.loading import memory
 from engine.state_map import StateMap
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from specdec.v1.types_pb2 import StateMapPart
-from target_service import core as core_module
+from target_service import state_map_intake
 from target_service.state_maps import StateMaps
 from tests.engine.heads.random_heads import eagle3
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec
@@ -89,6 +89,11 @@ async def slowly(parts):
         yield part
 
 
+async def never():
+    await asyncio.Event().wait()
+    yield StateMapPart()
+
+
 async def test_what_comes_is_checked(start_core, monkeypatch):
     states = eagle3(target_hidden=32, states=(0, 1, 2), fc_norm=True, vocab=VOCAB, draft_vocab=41).state_map
     data, name = pack_state_map(states), states.fingerprint()
@@ -120,9 +125,10 @@ async def test_what_comes_is_checked(start_core, monkeypatch):
         with pytest.raises(Overloaded, match="has 1099511627776 bytes"):
             await core.put_state_map(parts_of(data, name, 2**40))
         with monkeypatch.context() as patch:
-            patch.setattr(core_module, "MAP_TIMEOUT_S", 0.0)
-            with pytest.raises(DeadlineExceeded, match="did not come within 0 s"):
-                await core.put_state_map(slowly(parts_of(data, name)))
+            patch.setattr(state_map_intake, "MAP_TIMEOUT_S", 0.0)
+            for parts in (slowly(parts_of(data, name)), never()):
+                with pytest.raises(DeadlineExceeded, match="did not come within 0 s"):
+                    await asyncio.wait_for(core.put_state_map(parts), 5)
         assert await wanted(core) == (True, 96)
         await core.put_state_map(parts_of(data, name))
         await core.put_state_map(parts_of(b"", name, 0))  # it is here

@@ -69,7 +69,7 @@ class LoadedHead:
     #: Reads it again, as it serves; on the device thread.
     read: Callable[[], DraftHead]
     #: Reads what a target may run in its place, packed.
-    read_map: Callable[[], bytes] = bytes
+    read_map: Callable[[], bytes]
 
     @property
     def has_kernels(self) -> bool:

@@ -306,4 +306,29 @@ def _body(folder: Path, config: PretrainedConfig, named: dict[str, Tensor], dtyp
     return body
 
 
-FORMAT: Final = HeadFormat(read=read_mtp, read_tensors=read_mtp_tensors)
+def mtp_config_of(head: MtpHead) -> dict[str, Any]:
+    """As speculators' checkpoints have it."""
+    layer = json.loads(head.bodies[0].config.to_json_string(use_diff=False))
+    return {
+        "speculators_model_type": "mtp",
+        "architectures": ["MTPSpeculator"],
+        "num_nextn_predict_layers": len(head.layers),
+        "transformer_layer_config": layer,
+        "vocab_size": head.config.vocab_size,
+    }
+
+
+def mtp_tensors_of(head: MtpHead) -> dict[str, Tensor]:
+    """By speculators' names, without the target's."""
+    found: dict[str, Tensor] = {}
+    for i, (layer, body) in enumerate(zip(head.layers, head.bodies, strict=True)):
+        place, decoder = f"mtp_layers.{i}.", body.get_decoder()  # type: ignore[no-untyped-call]
+        around = {_NORM: decoder.norm.weight, **dict(layer.named_parameters())}
+        found |= {place + name: around[own] for own, name in _NAMES_OF_MIMO.items()}
+        found |= {place + name: value for name, value in decoder.layers[0].state_dict().items()}
+    return found
+
+
+FORMAT: Final = HeadFormat(
+    read=read_mtp, read_tensors=read_mtp_tensors, config_of=mtp_config_of, tensors_of=mtp_tensors_of
+)

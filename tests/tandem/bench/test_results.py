@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from gateway.generation import Generation
+from gateway.requests.types import GenerationChunk, GenerationRequest
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.flags import Parser
 from specdec.params import SamplingParams
@@ -33,7 +35,7 @@ from tandem.bench.plans import Plan, make_plans
 from tandem.bench.plot import load_pyplot
 from tandem.bench.report import print_report
 from tandem.bench.results import Measurement, Section
-from tandem.bench.systems import metrics_of
+from tandem.bench.systems import EmbeddedSystem, metrics_of
 from tandem.bench.tasks import TASKS
 from tandem.cli import bench as command
 from tandem.launcher.deployment import Deployment
@@ -313,6 +315,26 @@ def test_one_rule_needs_no_name() -> None:
     assert [mode.is_tree for mode in both] == [False, True]
 
 
+async def test_no_mode_finds_what_another_one_has_computed() -> None:
+    asked: list[GenerationRequest] = []
+
+    class Asked:
+        router = None
+
+        async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+            asked.append(request)
+            return
+            yield
+
+    systems = [EmbeddedSystem(cast("Generation", Asked())) for _ in range(2)]
+    for system, k, rule in ((0, 0, None), (0, 4, None), (0, 4, Rule.BLOCK), (1, 4, None), (0, 4, None)):
+        async for _ in systems[system].stream("a", SamplingParams(), rule, k):
+            pass
+    salts = [request.cache_salt for request in asked]
+    assert len(set(salts)) == 4
+    assert salts[1] == salts[4]
+
+
 def test_drafters_by_name() -> None:
     parser = Parser()
     command.add_arguments(parser)
@@ -331,6 +353,11 @@ def test_drafters_by_name() -> None:
     depth = deployment.gateway.lookup_settings.suffix_decoding_max_tree_depth
     assert (name, depth, deployment.gateway.num_speculative_tokens) == ("suffix", 12, 12)
     assert list(named("--speculative-config", config)) == ["suffix"]
+    assert list(named("--drafter", "ngram,eagle3=python-12m-eagle3,suffix+eagle3")) == [
+        "ngram",
+        "eagle3",
+        "suffix+eagle3",
+    ]
     tree = named("--drafter", "draft_model-tree,ngram", "--k", "3")
     draft = tree["draft_model-tree"].draft
     assert draft is not None
@@ -342,7 +369,7 @@ def test_drafters_by_name() -> None:
 
 def options(**changes: object) -> Namespace:
     usual = {"prompts": None, "num_prompts": None, "prompt_tokens": 8, "max_tokens": 16, "batch_size": (1, 8)}
-    return Namespace(**(usual | {"text": None, "drafter": None} | changes))
+    return Namespace(**(usual | {"text": None, "drafter": None, "fixed_draft_length": False} | changes))
 
 
 def test_prompts_of_a_plan_are_never_used_twice() -> None:
@@ -370,6 +397,10 @@ def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
 def test_all_drafters_are_compared_on_the_task_suite() -> None:
     plans = make_plans(options(drafter="all", batch_size=(1,), num_prompts=2), None)
     assert [plan.text for plan in plans] == [*TASKS]
+    assert all(plan.warm_up for plan in plans)
+    fixed = make_plans(options(drafter="all", batch_size=(1,), num_prompts=2, fixed_draft_length=True), None)
+    assert [bool(plan.warm_up) for plan in fixed] == [True, *[False] * 10], "nothing is learned"
+    assert [plan.batches for plan in fixed] == [plan.batches for plan in plans]
     with pytest.raises(InvalidRequest, match="poems; choose from prose, tasks, code"):
         make_plans(options(text="prose,poems"), None)
 

@@ -35,6 +35,7 @@ def test_a_task_without_enough_prompts_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_plan_of_tasks() -> None:
     usual = {"prompts": None, "prompt_tokens": 16, "max_tokens": 16, "num_prompts": 2, "drafter": "all"}
+    usual |= {"fixed_draft_length": False}
     plans = make_plans(Namespace(**usual, text="tasks", batch_size=(1, 4)), lambda text: tuple(text.encode()))
     assert [(plan.text, plan.num_sessions) for plan in plans] == [(task, num) for task in TASKS for num in (1, 4)]
     assert not any(plan.probes for plan in plans), "their report has no parts of a round"

@@ -25,6 +25,7 @@ from tandem.training.settings import TrainSettings
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {"hidden_size": 24, "head_dim": 8, "num_kv_heads": 1, "draft_vocab_size": 200, "unroll_steps": 3},
     "eagle": {"unroll_steps": 2},
+    "mtp": {"unroll_steps": 2},
     "dflash": {"block_size": 4, "num_layers": 1, "num_anchors": 16},
     "dspark": {
         "block_size": 4,
@@ -73,7 +74,10 @@ def settings(target: Path, data: Path, tmp_path: Path) -> Callable[..., TrainSet
     "method",
     [
         *("eagle3", "mlp", "draft"),
-        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eagle", "medusa", "dflash", "dspark")),
+        *(
+            pytest.param(method, marks=pytest.mark.exhaustive)
+            for method in ("eagle", "mtp", "medusa", "dflash", "dspark")
+        ),
     ],
 )
 def test_a_drafter_learns_and_loads(

@@ -111,7 +111,9 @@ async def start_head():
         )
         thread = DeviceThread()
         blocks = await thread.run(lambda: PagedBlocks(head, model, 64, num_tokens=3, least_confidence=least))
-        drafter = OnStates(LoadedHead(head, torch.device("cpu"), model, info, lambda: head), blocks, thread, settings)
+        drafter = OnStates(
+            LoadedHead(head, torch.device("cpu"), model, info, lambda: head, bytes), blocks, thread, settings
+        )
         started.append(drafter)
         return drafter
 

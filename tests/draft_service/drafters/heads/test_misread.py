@@ -59,7 +59,7 @@ def foreseen_text(head: DraftHead) -> FirstText:
     """A text that the head foresees, and random states."""
     model = ModelSettings(model="head", device="cpu")
     info = ModelInfo(name="head", architecture="", vocab_size=VOCAB, max_model_len=512, method=head.method)
-    text = FirstText(LoadedHead(head, torch.device("cpu"), model, info, lambda: head))
+    text = FirstText(LoadedHead(head, torch.device("cpu"), model, info, lambda: head, bytes))
     width = int(head.num_features)  # type: ignore[arg-type]
     features = torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(3))
     text.states = [HiddenStates(0, width, "float32", features.numpy().tobytes())]
