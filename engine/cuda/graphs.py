@@ -273,7 +273,7 @@ class CudaCapture:
     """Captures on one stream of its own, in memory that all graphs share, as they never run at once."""
 
     def __init__(self, device: torch.device, *, of_verdicts: bool = False) -> None:
-        """Passes differ in shapes alone, and only the first is checked; verdicts differ, and have less memory."""
+        """Passes differ in shapes alone, and only the first is checked; verdicts (and draws) have less memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()

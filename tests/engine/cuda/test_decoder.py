@@ -18,12 +18,11 @@ from engine.cuda import attention, decoder, few_rows, float8, float8_kernels, ke
 from engine.cuda.decoder import FusedDecoder, unknown
 from engine.cuda.float8 import Float8Linear, launch_rounding, round_rows
 from engine.cuda.graphs import GraphRunner
-from engine.cuda.sync import NoSync
 from engine.engine import Engine, Segment
 from engine.grouped_weight import GroupedWeight
 from engine.loading import acceleration
 from tests.engine.conftest import build
-from tests.engine.cuda.launches import Counted, Launches
+from tests.engine.cuda.launches import Counted, Launches, rerun
 from tests.engine.quantised.test_gpu_weights import scaled_mm
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -79,11 +78,6 @@ def test_replayed_passes_leave_logits_and_hidden_states(
     plain = load_engine("llama", device=DEVICE, enforce_eager=True)
     if DEVICE == "cpu":
         fused_runner: Any = engine.runner
-
-        def rerun(run: Callable[[], object]) -> Callable[[], object]:
-            with NoSync("cpu"):
-                run()
-            return run
 
         fused_runner.graphs = GraphRunner(
             fused_runner.run_modules,

@@ -19,7 +19,7 @@ from engine.chain_job import ChainJob
 from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
 from engine.cuda.graphs import ROW_SIZES, AgreedCapture, Bucket, CudaCapture, GraphRunner, Inputs
-from engine.cuda.sync import HostWaits, NoSync
+from engine.cuda.sync import HostWaits
 from engine.engine import Engine, Segment
 from engine.heads.paged import PagedHead
 from engine.kv_pool import KVPool
@@ -30,17 +30,11 @@ from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import ModelSettings
+from tests.engine.cuda.launches import rerun
 from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
 from tests.engine.paged import random_tree
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def rerun(run: Callable[[], object]) -> Callable[[], object]:
-    """Stands in for a capture on a CPU: a function that would wait for the device is refused, too."""
-    with NoSync("cpu"):
-        run()
-    return run
 
 
 Load = Callable[..., Engine]
