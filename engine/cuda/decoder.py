@@ -1,16 +1,17 @@
-"""The forward pass of Llama-shaped models on a GPU in ten launches a layer, in seven where rows are few, in eleven with
-weights in e4m3.
+"""The forward pass of Llama-shaped models on a GPU in seven to ten launches a layer (in e4m3 eleven); where no text is
+split, in one less.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
-Numbers are rounded where the modules round them. Of few rows norm, gate and residual are parts of the products
-(:mod:`engine.cuda.few_rows`).
+Numbers are rounded where the modules round them. Of up to 512 rows norm, gate and residual are parts of the products
+that were measured to be faster so (:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -54,14 +55,14 @@ class FusedDecoder:
             )
             for layer in self._body.layers
         ]
-        #: Up to how many rows products are one launch with what stands around them, and how those are cut.
-        self.few_rows = FewRows(0, {})
+        #: Up to how many rows each product is one launch with what stands around it, and how it is cut.
+        self.few_rows = FewRows({})
         #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
         self._products: list[tuple[Product, ...]] = []
 
     def forget_few_rows(self) -> None:
         """Leave all products to torch."""
-        self.few_rows = FewRows(0, {})
+        self.few_rows = FewRows({})
 
     def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
         """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
@@ -141,12 +142,9 @@ class FusedDecoder:
     def _run_few_rows(self, index: int, x: Tensor, angles: Sequence[Tensor], batch: Batch) -> None:
         """A layer on ``x`` [T, H] in place."""
         qkv, output, gate_up, down = self._products[index]
-
-        def multiply(rows: Tensor, product: Product, out: Tensor | None = None) -> Tensor:
-            return few_rows.multiply(rows, product, self._eps, self.few_rows.tiles[product.shape], out)
-
-        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, x)
-        multiply(multiply(x, gate_up), down, x)
+        multiply = partial(self.few_rows.multiply, eps=self._eps)
+        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, out=x)
+        multiply(multiply(x, gate_up), down, out=x)
 
     def _attend(self, joined: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> Tensor:
         """Write a layer's keys and values, and attend: [T, all heads · D] to [T, Hq · D]."""

@@ -50,7 +50,8 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             compiled = self.kernel.warmup(*args, grid=grid, **options)
-            found = len(compiled.asm["cubin"]), compiled.metadata.shared, value_dim, compiled.hash
+            is_hopper = "wgmma" in compiled.asm["ptx"]
+            found = len(compiled.asm["cubin"]), compiled.metadata.shared, is_hopper, value_dim, compiled.hash
             print(Driver.capability, dtype, self.kernel.__name__, *found)
 
         return launch
@@ -91,10 +92,10 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             float8.launch_rounding(x, 1024, is_gated=True)
             float8.launch_rounding(x, 128)
             norm_rounded(x, x, x[0], 1e-5, 2048)
-    for num_rows in (2, 5, 16):  # compiled once for all
+    for num_rows in (2, 5, 16, 100, 500):  # compiled once for few, and once for more
         x, weight = torch.empty(num_rows, 512, dtype=dtype), torch.empty(256, 512, dtype=dtype)
         gated = few_rows.Product(weight, x[0], x[0], is_gated=True)
-        for tiles in few_rows.TILES[:3]:
+        for tiles in few_rows.TILES[:3] if num_rows <= 16 else few_rows.LARGE_TILES:
             few_rows.multiply(x, gated, 1e-5, tiles)
         few_rows.multiply(x, few_rows.Product(weight, adds=True), 1e-5, tiles, x[:, :256].contiguous())
     for count in (1, 2):  # whatever the batch, they are compiled once
@@ -140,7 +141,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
         ("choose", num_gpus),
         ("walk", num_gpus),
         ("forbid", num_gpus),
-        ("multiply", 4 * len(compiled)),
+        ("multiply", (4 + 3) * len(compiled)),
     ):
         variants = {line[-1] for line in lines if line[2] == name}
         assert len(variants) == count, "compiled once for any batch"
@@ -148,6 +149,8 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     joins = [line for line in lines if line[2] == "join"]
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
+    on_hopper = {(line[0], line[2]) for line in lines if line[5] == "True"}
+    assert on_hopper == {("90", "attend"), ("90", "multiply")}, "they use its tensor cores"
     for capability, dtype, name, num_bytes, shared, *_ in lines:
         assert int(num_bytes) > 1000
         # Tiles of products that do not fit a GPU are not chosen there.

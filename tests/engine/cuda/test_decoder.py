@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from engine.compaction import Kept
 from engine.cuda import attention, decoder, few_rows, float8, float8_kernels, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder, unknown
+from engine.cuda.few_rows import Choice, FewRows
 from engine.cuda.float8 import Float8Linear, launch_rounding, round_rows
 from engine.cuda.graphs import GraphRunner
 from engine.engine import Engine, Segment
@@ -43,7 +44,7 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             fused.append(acceleration.fused_decoder(engine, model, shapes))
             if has_few_rows:
                 fused[0].choose_few_rows(lambda calls: 1.0, "always")
-                assert fused[0].few_rows.max_rows == 64
+                assert fused[0].few_rows.max_rows == 512
             if fused[0] is not None:
                 yield engine.torch_runner("fused cuda graphs", attention, fused[0])
             yield engine.torch_runner("torch attention")
@@ -198,10 +199,16 @@ def test_weights_in_e4m3_are_multiplied_by_rounded_rows(group: int | None, monke
     assert unknown(model, caches) == "linear layers that are neither plain nor quantised alike"
 
 
+#: Of each product (queries, keys and values; output; gate and up; down) up to how many rows it takes one launch.
+Rows = tuple[int, int, int, int]
+
+
 def launches_of(
-    num_layers: int, *, is_fused: bool, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch, is_float8: bool = False
+    num_layers: int, monkeypatch: pytest.MonkeyPatch, fused_rows: Rows | None, num_rows: int, *, is_float8: bool = False
 ) -> int:
-    """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
+    """Of a step in bfloat16 over a text that is split; kernels of our own are counted and not run. ``fused_rows`` None:
+    by the modules.
+    """
     from engine.batch import build_batch
     from engine.kv_pool import KVPool
     from engine.layers import PAGED, allocate_caches, record_layers
@@ -211,13 +218,13 @@ def launches_of(
     model = build("llama", num_hidden_layers=num_layers).bfloat16()
     shapes, vocab_size = record_layers(model, num_layers, cpu)
     model.set_attn_implementation(PAGED)
-    caches = allocate_caches(shapes, 40, 16, cpu)
+    caches = allocate_caches(shapes, 50, 16, cpu)
     if is_float8:
         to_float8(model)
     modules = ModelModules(model, shapes, caches, device=cpu)
-    sequence = KVPool(40, 16).open(600)
+    sequence = KVPool(50, 16).open(800)
     sequence.length = 560
-    batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=600)
+    batch = build_batch([Segment(sequence, [1] * num_rows, 1)], block_size=16, vocab_size=vocab_size, max_model_len=800)
 
     with Launches() as launches, torch.inference_mode():
         for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
@@ -226,10 +233,17 @@ def launches_of(
         monkeypatch.setattr(float8_kernels, "round_rows", Counted("round_rows", launches))
         monkeypatch.setattr(decoder, "round_rows", launch_rounding)
         monkeypatch.setattr(float8, "round_rows", launch_rounding)
-        monkeypatch.setattr(few_rows, "_is_right", lambda *_: True)
-        if is_fused:
+        monkeypatch.setattr(attention, "_programs_of", lambda device: 528)
+        if fused_rows is not None:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
-            if has_few_rows:
+            monkeypatch.setattr(
+                few_rows,
+                "choose",
+                lambda layers, *_, **__: FewRows(
+                    {product.shape: Choice(most) for product, most in zip(layers[0], fused_rows, strict=True)}
+                ),
+            )
+            if any(fused_rows):
                 fused.choose_few_rows(lambda calls: 1.0, "always")
             launches.counts.clear()
             fused.logits(batch)
@@ -239,26 +253,30 @@ def launches_of(
     return launches.counts.total()
 
 
-def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Forty a layer by transformers' modules, ten fused, seven of few rows, eleven in e4m3; the rest of a step is 21
-    and 14.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = []
-    kinds = (
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (False, False, True),
-        (True, False, True),
-    )
-    for is_fused, has_few_rows, is_float8 in kinds:
-        two, three = (
-            launches_of(n, is_fused=is_fused, has_few_rows=has_few_rows, is_float8=is_float8, monkeypatch=monkeypatch)
-            for n in (2, 3)
-        )
-        found.append((three - two, two - 2 * (three - two)))
-    assert found == [(40, 21), (10, 14), (7, 14), (47, 21), (11, 14)]
+@pytest.mark.parametrize(
+    ("fused_rows", "num_rows", "is_float8", "expected"),
+    [
+        (None, 1, False, (40, 21)),
+        ((0, 0, 0, 0), 1, False, (10, 14)),
+        ((64, 64, 64, 64), 64, False, (7, 14)),
+        ((64, 64, 64, 64), 65, False, (10, 14)),
+        ((64, 64, 128, 64), 65, False, (8, 14)),
+        ((128, 64, 512, 64), 128, False, (7, 14)),
+        ((512, 512, 512, 512), 128, False, (7, 14)),
+        (None, 1, True, (47, 21)),
+        ((0, 0, 0, 0), 1, True, (11, 14)),
+    ],
+)
+def test_launches_of_a_step(
+    fused_rows: Rows | None,
+    num_rows: int,
+    is_float8: bool,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer, and the rest of a step: above 64 rows eight where gate and up take one launch."""
+    two, three = (launches_of(n, monkeypatch, fused_rows, num_rows, is_float8=is_float8) for n in (2, 3))
+    assert (three - two, two - 2 * (three - two)) == expected
 
 
 @pytest.mark.parametrize(("size", "group"), [(48, 48), (384, 128)])
