@@ -18,7 +18,7 @@ from engine.adapters import adopt
 from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
-from engine.cuda.graphs import ROW_SIZES, Capture, CudaCapture, GraphRunner, reserved_bytes
+from engine.cuda.graphs import USUAL_ROWS, Capture, CudaCapture, GraphRunner, reserved_bytes
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head_cache import HeadCache, shapes_of
@@ -93,7 +93,7 @@ class PagedHead(HeadCache):
         """Replay passes of up to 512 rows from now on; the usual ones are captured here."""
         assert not isinstance(self.head, MtpHead), "its layer is not captured"
         size = self.head.config.layer.hidden_size
-        self._features = torch.zeros(ROW_SIZES[-1], size, dtype=self.head.dtype, device=self.device)
+        self._features = torch.zeros(USUAL_ROWS, size, dtype=self.head.dtype, device=self.device)
         self._graphs = GraphRunner(
             lambda batch: self._run(batch, _OUTPUT)[0],
             capture,

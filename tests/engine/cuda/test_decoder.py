@@ -40,7 +40,7 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
         fused: list[Any] = []
 
-        def runners(engine: Engine, model: Any, shapes: Any, *_: Any) -> Any:
+        def runners(engine: Engine, model: Any, shapes: Any, *_: Any, **__: Any) -> Any:
             fused.append(acceleration.fused_decoder(engine, model, shapes))
             if has_few_rows:
                 fused[0].choose_few_rows(lambda calls: 1.0, "always")
