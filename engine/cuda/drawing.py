@@ -170,12 +170,12 @@ def _compute(shape: Shape, logits: Tensor, numbers: Tensor, out: Tensor) -> None
     real = numbers.view(torch.float64)[:, :, None]
     limits = RowLimits(real[0], real[1], numbers[4, :, None], real[2]) if shape.truncates else RowLimits(real[0])
     if shape.sampling.sends_q:
-        drafted = drawn_from_q(logits, limits, real[3], shape.q_width)
+        drafted = drawn_from_q(logits, limits, real[3], shape.q_width, choices)
         assert drafted.q_token_ids is not None
         assert drafted.q_weights is not None
         out.copy_(torch.cat([drafted.token_ids[:, None], drafted.q_token_ids, drafted.q_weights], 1))
         return
-    q = of_candidates(logits, limits, NUM_CANDIDATES)
+    q = of_candidates(logits, limits, NUM_CANDIDATES, choices)
     out[:, 0].copy_(q.tokens(winners(q, numbers[3])))
 
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.sampling import sparse
-from engine.sampling.distribution import MAX_NUMBERS, Distribution, RowLimits, distribution, most_likely
+from engine.sampling.distribution import (
+    MAX_NUMBERS,
+    Distribution,
+    RowLimits,
+    WeightKernels,
+    distribution,
+    most_likely,
+)
 from engine.sampling.draws import winners
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream
@@ -170,11 +177,13 @@ def draft_uniforms(rows: Rows) -> list[list[float]]:
     ]
 
 
-def drawn_from_q(logits: Tensor, limits: RowLimits, u: Tensor, width: int) -> Drafted:
+def drawn_from_q(
+    logits: Tensor, limits: RowLimits, u: Tensor, width: int, kernels: WeightKernels | None = None
+) -> Drafted:
     """Draw from the quantised top of q: logits float32 [R, V], ``u`` float64 [R, 1] in (0, 1); ``width`` tokens are
     looked at.
     """
-    q = most_likely(logits, limits, width)
+    q = most_likely(logits, limits, width, kernels)
     most = sparse.max_tokens(logits.shape[1])
     assert q.token_ids is not None
     q = Distribution(q.weights[:, :most], q.token_ids[:, :most], q.valid, q.num_tokens)

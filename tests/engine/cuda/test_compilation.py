@@ -60,7 +60,7 @@ class Compiled:
 NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
-for name in ("choose", "walk", "forbid"):
+for name in ("choose", "walk", "forbid", "weigh"):
     setattr(choice_kernels, name, Compiled(getattr(choice_kernels, name)))
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
@@ -102,6 +102,10 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
         masks = [None, torch.zeros(5, 4000 + count, dtype=torch.int32)]
         walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5, own) for own in masks[:count]]
         choices.walk(torch.empty(5, 128_256), walks, 128_000 + count)
+        logits, rows = torch.empty(4 + count, 128_000 + count), torch.empty(4 + count, 1, dtype=torch.float64)
+        choices.weights(logits, rows.float(), rows)
+        for min_p in (None, rows):
+            choices.mass(logits, rows.float(), rows, min_p)
         choices.forbid(torch.empty(5, 128_256), range(5), masks[1:], 128_000 + count)
 """
 
@@ -141,6 +145,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
         ("choose", num_gpus),
         ("walk", num_gpus),
         ("forbid", num_gpus),
+        ("weigh", 3 * num_gpus),
         ("multiply", (4 + 3) * len(compiled)),
     ):
         variants = {line[-1] for line in lines if line[2] == name}

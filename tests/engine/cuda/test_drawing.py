@@ -184,7 +184,7 @@ def test_launches_of_a_drafted_token(
     monkeypatch.setattr(drawing, "draws_of", lambda device: draws)
     monkeypatch.setattr(drawing, "_equal", lambda *_: True)
     monkeypatch.setattr(drawing, "_is_right", lambda device: True)
-    for name in ("choose", "walk"):
+    for name in ("choose", "walk", "weigh"):
         monkeypatch.setattr(choice_kernels, name, Counted(name, launches))
     for way in (draft, draw, draw):  # the second captures
         with Watch() as watch, launches:

@@ -144,7 +144,7 @@ def on_gpu(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> GpuVerdicts:
 
         return replay
 
-    for name in ("choose", "walk", "forbid"):
+    for name in ("choose", "walk", "forbid", "weigh"):
         monkeypatch.setattr(choice_kernels, name, Counted(name, launches))
     return GpuVerdicts(choices, capture, META)
 
