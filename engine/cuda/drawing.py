@@ -166,16 +166,19 @@ def _fill(numbers: npt.NDArray[np.int64], shape: Shape, rows: Rows) -> None:
 
 
 def _compute(shape: Shape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
-    """What is captured: from the logits of padded rows to their tokens, and q where it is sent."""
+    """What is captured: from the logits of padded rows to their tokens, and q where it is sent.
+
+    Of tokens that are as likely as the last candidate others may be left out than by torch: any q may be sent.
+    """
     real = numbers.view(torch.float64)[:, :, None]
     limits = RowLimits(real[0], real[1], numbers[4, :, None], real[2]) if shape.truncates else RowLimits(real[0])
+    q = of_candidates(logits, limits, min(NUM_CANDIDATES, shape.num_tokens), choices)
     if shape.sampling.sends_q:
-        drafted = drawn_from_q(logits, limits, real[3], shape.q_width, choices)
+        drafted = drawn_from_q(q, real[3])
         assert drafted.q_token_ids is not None
         assert drafted.q_weights is not None
         out.copy_(torch.cat([drafted.token_ids[:, None], drafted.q_token_ids, drafted.q_weights], 1))
         return
-    q = of_candidates(logits, limits, NUM_CANDIDATES, choices)
     out[:, 0].copy_(q.tokens(winners(q, numbers[3])))
 
 

@@ -176,12 +176,7 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
     logits the lower ids); then top-p keeps the smallest set of what is left that holds this share of its mass.
     """
     width = min(width, logits.shape[1])
-    return most_likely(logits, RowLimits.of(rows, width, logits.shape[1], logits.device), width)
-
-
-def most_likely(logits: Tensor, limits: RowLimits, width: int, kernels: WeightKernels | None = None) -> Distribution:
-    """:func:`head` of rows with these limits."""
-    return _survivors(logits, *_largest(logits, min(width, logits.shape[1])), limits, kernels)
+    return _survivors(logits, *_largest(logits, width), RowLimits.of(rows, width, logits.shape[1], logits.device))
 
 
 def _survivors(

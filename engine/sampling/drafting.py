@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import sparse
-from engine.sampling.distribution import (
-    MAX_NUMBERS,
-    Distribution,
-    RowLimits,
-    WeightKernels,
-    distribution,
-    most_likely,
-)
+from engine.sampling.distribution import MAX_NUMBERS, Distribution, distribution, head
 from engine.sampling.draws import winners
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream
@@ -164,9 +157,8 @@ def _draft_with_shared_noise(logits: Tensor, rows: Rows) -> Drafted:
 
 def _draft_from_q(logits: Tensor, rows: Rows) -> Drafted:
     # Top-p is a share of what top-k keeps, and that may be more than a row can name.
-    width = max(sparse.max_tokens(logits.shape[1]), *(state.params.top_k for state in rows.states))
-    limits = RowLimits.of(rows, min(width, logits.shape[1]), logits.shape[1], logits.device)
-    return drawn_from_q(logits, limits, send(draft_uniforms(rows), logits.device, torch.float64), width)
+    q = head(logits, rows, max(sparse.max_tokens(logits.shape[1]), *(state.params.top_k for state in rows.states)))
+    return drawn_from_q(q, send(draft_uniforms(rows), logits.device, torch.float64))
 
 
 def draft_uniforms(rows: Rows) -> list[list[float]]:
@@ -177,16 +169,11 @@ def draft_uniforms(rows: Rows) -> list[list[float]]:
     ]
 
 
-def drawn_from_q(
-    logits: Tensor, limits: RowLimits, u: Tensor, width: int, kernels: WeightKernels | None = None
-) -> Drafted:
-    """Draw from the quantised top of q: logits float32 [R, V], ``u`` float64 [R, 1] in (0, 1); ``width`` tokens are
-    looked at.
-    """
-    q = most_likely(logits, limits, width, kernels)
-    most = sparse.max_tokens(logits.shape[1])
+def drawn_from_q(q: Distribution, u: Tensor) -> Drafted:
+    """Draw from the quantised top of q, whose tokens stand in order; ``u`` float64 [R, 1] in (0, 1)."""
+    width = sparse.max_tokens(q.num_tokens)
     assert q.token_ids is not None
-    q = Distribution(q.weights[:, :most], q.token_ids[:, :most], q.valid, q.num_tokens)
+    q = Distribution(q.weights[:, :width], q.token_ids[:, :width], q.valid, q.num_tokens)
     assert q.token_ids is not None
     token_ids, order = q.token_ids.sort(-1)  # drawn in the order of the wire
     weights = quantized(q).gather(1, order)

@@ -60,11 +60,13 @@ def replaying(device: torch.device = DEVICE) -> CapturedDraws:
 
 @pytest.mark.parametrize(("rule", "params"), KINDS)
 def test_replayed_draws_are_torchs(rule: Rule, params: Sequence[dict[str, Any]]) -> None:
-    """Batch after batch on the same memory, padded; rows that have no token to draw, and such that are no numbers."""
+    """Batch after batch on the same memory, padded; equal logits, rows that have no token to draw, and such that are no
+    numbers.
+    """
     draws = replaying()
     for step, count in enumerate((len(params), 1, len(params))):
         rows = rows_of(DEVICE, *params[:count]).extended(torch.arange(count, device=DEVICE))
-        logits = 3 * torch.randn(count, V, generator=torch.Generator().manual_seed(step))
+        logits = 3 * torch.randn(count, V, generator=torch.Generator().manual_seed(step)).bfloat16().float()
         logits[-1, : V // 2] = -torch.inf
         draws._logits.fill_((0.0, torch.nan, -torch.inf)[step])  # noqa: SLF001 - what others have left
         if step == 2:
@@ -193,6 +195,36 @@ def test_launches_of_a_drafted_token(
         assert watch.num_fetched == 0
         counts.append(launches.counts.total())
     assert [counts[0], counts[2]] == [before, after]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "truncates", "before", "after"),
+    [
+        (DraftSampling.FROM_Q, False, 99, 11),
+        (DraftSampling.FROM_Q, True, 169, 16),
+        (DraftSampling.SHARED_NOISE, True, 84, 19),
+    ],
+)
+def test_bytes_of_drafted_tokens(
+    sampling: DraftSampling, truncates: bool, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MB that a token of each of eight sessions reads and writes beside the logits' 4.1, at 128,256 tokens."""
+    meta, num_tokens, found = torch.device("meta"), 128_256, []
+    params = SamplingParams(seed=0, top_p=0.9 if truncates else 1.0)
+    with Watch():
+        rows = Rows.after([SamplingState(params, [1, 2], 2, num_tokens, device=meta)] * 8)
+    shape, logits = drawing.Shape(sampling, truncates, 8, num_tokens), torch.empty(8, num_tokens, device=meta)
+    numbers, out = (torch.empty(size, dtype=torch.int64, device=meta) for size in ((5, 8), (8, 1 + 2 * shape.q_width)))
+    for way in (
+        lambda: draft_alike(sampling, logits, rows),
+        lambda: drawing._compute(shape, logits, numbers, out),  # noqa: SLF001
+    ):
+        launches = Launches("meta")
+        monkeypatch.setattr(choice_kernels, "weigh", Counted("weigh", launches))
+        with Watch(), launches:
+            way()
+        found.append(round(launches.num_bytes / 1e6))
+    assert found == [before, after]
 
 
 def test_chains_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
