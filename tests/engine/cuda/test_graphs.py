@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine.cuda.graphs import (
 )
 from engine.cuda.sync import HostWaits
 from engine.engine import Engine, Segment
+from engine.heads.files.checkpoint import read_head
 from engine.heads.paged import PagedHead
 from engine.kv_pool import KVPool
 from engine.kv_sequence import KVSequence
@@ -40,6 +42,7 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import ModelSettings
 from tests.engine.cuda.launches import rerun
+from tests.engine.heads.mtp_targets import write_mtp_target
 from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
 from tests.engine.paged import random_tree
 
@@ -439,10 +442,18 @@ def test_a_closed_engine_frees_its_memory_at_once(load_captured: Load) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("build_head", [eagle, eagle3])
-def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def mtp(folder: Path, family: str = "mimo") -> Any:
+    """A prediction layer."""
+    write_mtp_target(folder, family)
+    return read_head(folder, folder, method="mtp")
+
+
+@pytest.mark.parametrize("build_head", [eagle, eagle3, mtp])
+def test_draft_heads_are_replayed(
+    build_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Chains of several sessions, prompts of several lengths among them, are those of the head's module."""
-    head = build_head().to(DEVICE)
+    head = (build_head(tmp_path) if build_head is mtp else build_head()).to(DEVICE)
     kernels = acceleration.triton_attention() if DEVICE != "cpu" else acceleration.native_attention()
     drafted = []
     for is_captured in (True, False):
@@ -472,3 +483,17 @@ def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: py
             assert [sequence.length for sequence in sequences] == [4, 42, 6, 10]
     assert [chain.token_ids for chain in drafted[0]] == [chain.token_ids for chain in drafted[1]]
     assert [len(chain.token_ids) for chain in drafted[0]] == [0, 3, 1, 4] * 2
+
+
+def test_a_prediction_layer_that_cannot_be_captured_runs_as_it_is(tmp_path: Path) -> None:
+    """What else cannot be captured is a fault."""
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    settings = ModelSettings(model="head", enforce_eager=True, kv_cache_memory_bytes=1 << 20)
+    paged = PagedHead(mtp(tmp_path).to(DEVICE), settings, 200)
+    paged.use_graphs(capture)
+    assert paged._graphs is None  # noqa: SLF001
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        PagedHead(eagle().to(DEVICE), settings, 200).use_graphs(capture)
