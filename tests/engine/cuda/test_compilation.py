@@ -57,7 +57,7 @@ class Compiled:
         return launch
 
 
-NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
+NAMES = ("attend", "join", "write", "move", "add_norm", "angles", "rotate_write", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
 for name in ("choose", "walk", "forbid", "weigh"):
@@ -138,7 +138,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     for capability, dtype, name, *_ in lines:
         compiled[capability, dtype].add(name)
     assert all(names >= {"attend", "join", "write", "move"} for names in compiled.values())
-    assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
+    assert any(names >= {"add_norm", "angles", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
     for name, count in (

@@ -227,7 +227,7 @@ def launches_of(
     batch = build_batch([Segment(sequence, [1] * num_rows, 1)], block_size=16, vocab_size=vocab_size, max_model_len=800)
 
     with Launches() as launches, torch.inference_mode():
-        for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
+        for name in ("attend", "join", "write", "add_norm", "angles", "rotate_write", "silu_multiply"):
             monkeypatch.setattr(kernels, name, Counted(name, launches))
         monkeypatch.setattr(linear_kernels, "multiply", Counted("multiply", launches))
         monkeypatch.setattr(float8_kernels, "round_rows", Counted("round_rows", launches))
@@ -257,14 +257,14 @@ def launches_of(
     ("fused_rows", "num_rows", "is_float8", "expected"),
     [
         (None, 1, False, (40, 21)),
-        ((0, 0, 0, 0), 1, False, (10, 14)),
-        ((64, 64, 64, 64), 64, False, (7, 14)),
-        ((64, 64, 64, 64), 65, False, (10, 14)),
-        ((64, 64, 128, 64), 65, False, (8, 14)),
-        ((128, 64, 512, 64), 128, False, (7, 14)),
-        ((512, 512, 512, 512), 128, False, (7, 14)),
+        ((0, 0, 0, 0), 1, False, (10, 5)),
+        ((64, 64, 64, 64), 64, False, (7, 5)),
+        ((64, 64, 64, 64), 65, False, (10, 5)),
+        ((64, 64, 128, 64), 65, False, (8, 5)),
+        ((128, 64, 512, 64), 128, False, (7, 5)),
+        ((512, 512, 512, 512), 128, False, (7, 5)),
         (None, 1, True, (47, 21)),
-        ((0, 0, 0, 0), 1, True, (11, 14)),
+        ((0, 0, 0, 0), 1, True, (11, 5)),
     ],
 )
 def test_launches_of_a_step(
@@ -290,6 +290,19 @@ def test_rows_are_rounded_as_by_torch(size: int, group: int, is_gated: bool) -> 
     torch.testing.assert_close(found.scales, wanted.scales)
     assert (found.codes.float() != wanted.codes.float()).float().mean() < 0.05
     assert (found.codes.float().abs() <= wanted.codes.float().abs() * 1.2).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn"])
+def test_angles_are_those_of_the_module(name: str) -> None:
+    """At the far end of a long text, too."""
+    model: Any = build(name).to(DEVICE)
+    fused = FusedDecoder(model, [(torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8))] * 2, [None, None])
+    positions = torch.tensor([0, 1, 37, 4095, 131_071], device=DEVICE)
+    x = torch.empty(5, 48, device=DEVICE)
+    wanted = model.model.rotary_emb(x[None], positions[None])
+    found = fused._angles(x, positions)  # noqa: SLF001
+    for own, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, theirs[0], atol=1e-6, rtol=0)
 
 
 def test_numbers_are_rounded_where_the_modules_round_them() -> None:
