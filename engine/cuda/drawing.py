@@ -46,7 +46,7 @@ _PADDING: Final = 0.5
 _NUMBERS: Final = 5
 
 
-class Shape(NamedTuple):
+class DrawShape(NamedTuple):
     """What a captured draw is made for."""
 
     sampling: DraftSampling
@@ -79,13 +79,13 @@ class CapturedDraws:
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self._capture, self._device = capture, device
-        self._captured: dict[Shape, _Captured | None] = {}
-        self._checked: set[Shape] = set()
+        self._captured: dict[DrawShape, _Captured | None] = {}
+        self._checked: set[DrawShape] = set()
         #: The logits of any shape: they are drawn from one after another.
         self._logits = torch.zeros(MAX_NUMBERS, device=device)
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[DrawShape]:
         """What has been captured."""
         return [shape for shape, captured in self._captured.items() if captured is not None]
 
@@ -95,7 +95,7 @@ class CapturedDraws:
         if shape is None:
             return draft_alike(sampling, logits, rows)
         if all(shape.num_tokens != known.num_tokens for known in self._captured):
-            for each in (Shape(*kind, count, shape.num_tokens) for count in _WARM_ROWS for kind in _KINDS):
+            for each in (DrawShape(*kind, count, shape.num_tokens) for count in _WARM_ROWS for kind in _KINDS):
                 if each.is_known:
                     self._captured_for(each)
         if (captured := self._captured_for(shape)) is None:
@@ -109,7 +109,7 @@ class CapturedDraws:
                 return wanted
         return found
 
-    def _replay(self, captured: _Captured, shape: Shape, logits: Tensor, rows: Rows) -> Drafted:
+    def _replay(self, captured: _Captured, shape: DrawShape, logits: Tensor, rows: Rows) -> Drafted:
         numbers, replay, out = captured
         staged = torch.zeros(numbers.shape, dtype=torch.int64, pin_memory=numbers.device.type != "cpu")
         _fill(staged.numpy(), shape, rows)
@@ -121,10 +121,10 @@ class CapturedDraws:
         token_ids, q_token_ids, q_weights = found.split([1, shape.q_width, shape.q_width], 1)  # type: ignore[no-untyped-call]
         return Drafted(token_ids[:, 0], q_token_ids, q_weights) if shape.q_width else Drafted(token_ids[:, 0])
 
-    def _logits_of(self, shape: Shape) -> Tensor:
+    def _logits_of(self, shape: DrawShape) -> Tensor:
         return self._logits[: shape.num_rows * shape.num_tokens].view(shape.num_rows, shape.num_tokens)
 
-    def _captured_for(self, shape: Shape) -> _Captured | None:
+    def _captured_for(self, shape: DrawShape) -> _Captured | None:
         if shape not in self._captured:
             self._captured[shape] = None  # a capture that fails is not tried again
             try:
@@ -140,17 +140,17 @@ class CapturedDraws:
         return self._captured[shape]
 
 
-def _shape_of(sampling: DraftSampling, rows: Rows) -> Shape | None:
+def _shape_of(sampling: DraftSampling, rows: Rows) -> DrawShape | None:
     """The smallest shape that holds the rows; None: there is none."""
     num_tokens, truncates = rows.states[0].num_tokens, any(state.truncates for state in rows.states)
     most = sparse.max_tokens(num_tokens) if sampling.sends_q else NUM_CANDIDATES - 1
     if any(state.params.top_k > most and state.truncates for state in rows.states):
         return None
-    shape = Shape(sampling, truncates, next((count for count in _ROWS if count >= len(rows)), 0), num_tokens)
+    shape = DrawShape(sampling, truncates, next((count for count in _ROWS if count >= len(rows)), 0), num_tokens)
     return shape if shape.is_known else None
 
 
-def _fill(numbers: npt.NDArray[np.int64], shape: Shape, rows: Rows) -> None:
+def _fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
     """Write all that differs from batch to batch, [5, R]."""
     params, count = [state.params for state in rows.states], len(rows)
     real = numbers.view(np.float64)
@@ -165,7 +165,7 @@ def _fill(numbers: npt.NDArray[np.int64], shape: Shape, rows: Rows) -> None:
     numbers[4, :count] = [p.top_k or shape.num_tokens for p in params]
 
 
-def _compute(shape: Shape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
+def _compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
     """What is captured: from the logits of padded rows to their tokens, and q where it is sent.
 
     Of tokens that are as likely as the last candidate others may be left out than by torch: any q may be sent.

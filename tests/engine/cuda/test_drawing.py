@@ -12,7 +12,7 @@ import torch
 
 from engine import chains
 from engine.cuda import choice_kernels, choices, drawing
-from engine.cuda.drawing import CapturedDraws, Shape, draw, draws_of
+from engine.cuda.drawing import CapturedDraws, DrawShape, draw, draws_of
 from engine.cuda.graphs import CudaCapture
 from engine.cuda.sync import NoSync
 from engine.sampling.drafting import collect, draft, draft_alike
@@ -99,7 +99,7 @@ def test_graphs_that_fail_are_not_used(fault: str, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         found, wanted = (way(DraftSampling.FROM_Q, logits, rows) for way in (draws.draw, draft_alike))
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
-    assert Shape(DraftSampling.FROM_Q, False, 1, V) not in draws.shapes
+    assert DrawShape(DraftSampling.FROM_Q, False, 1, V) not in draws.shapes
 
 
 def test_rows_of_all_kinds_are_drawn_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_bytes_of_drafted_tokens(
     params = SamplingParams(seed=0, top_p=0.9 if truncates else 1.0)
     with Watch():
         rows = Rows.after([SamplingState(params, [1, 2], 2, num_tokens, device=meta)] * 8)
-    shape, logits = drawing.Shape(sampling, truncates, 8, num_tokens), torch.empty(8, num_tokens, device=meta)
+    shape, logits = drawing.DrawShape(sampling, truncates, 8, num_tokens), torch.empty(8, num_tokens, device=meta)
     numbers, out = (torch.empty(size, dtype=torch.int64, device=meta) for size in ((5, 8), (8, 1 + 2 * shape.q_width)))
     for way in (
         lambda: draft_alike(sampling, logits, rows),
