@@ -121,7 +121,7 @@ def by_torch(x: Tensor, product: Product, eps: float, out: Tensor | None = None)
     return y if out is None or not product.adds else out + y
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     """What was measured of a kind of product."""
 
     #: Up to so many rows the kernel is used; 0: never.
@@ -138,7 +138,7 @@ class Choice(NamedTuple):
 class FewRows(NamedTuple):
     """What was measured, by :attr:`Product.shape`."""
 
-    choices: Mapping[tuple[Any, ...], Choice]
+    choices: Mapping[tuple[Any, ...], TileChoice]
 
     @property
     def max_rows(self) -> int:
@@ -177,7 +177,7 @@ def choose(
     if mode == "cached" and (kept := _read(path, layers[0])) is not None:
         return kept
     ends = clock() + seconds
-    found: dict[int, Choice] = {}
+    found: dict[int, TileChoice] = {}
 
     def fastest(i: int, num_rows: int, candidates: Sequence[Tiles]) -> tuple[float, Tiles]:
         """Those of the candidates that are right, one at least while there is time for no more."""
@@ -191,7 +191,7 @@ def choose(
         return best
 
     for i in range(len(layers[0])):
-        found[i] = Choice(tiles=fastest(i, ROWS[0], TILES)[1])
+        found[i] = TileChoice(tiles=fastest(i, ROWS[0], TILES)[1])
     before = 0
     for num_rows in (1, *ROWS):
         for i, choice in found.items():
@@ -323,7 +323,7 @@ def _read(path: Path, products: Sequence[Product]) -> FewRows | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         choices = {
-            product.shape: Choice(int(max_rows), Tiles(*tiles), Tiles(*large))
+            product.shape: TileChoice(int(max_rows), Tiles(*tiles), Tiles(*large))
             for product, (max_rows, tiles, large) in zip(products, kept, strict=True)
         }
         if not all(choice.tiles in TILES and choice.large in LARGE_TILES for choice in choices.values()):

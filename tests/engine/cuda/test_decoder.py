@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.compaction import Kept
 from engine.cuda import attention, decoder, few_rows, float8, float8_kernels, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder, unknown
-from engine.cuda.few_rows import Choice, FewRows
+from engine.cuda.few_rows import FewRows, TileChoice
 from engine.cuda.float8 import Float8Linear, launch_rounding, round_rows
 from engine.cuda.graphs import GraphRunner
 from engine.engine import Engine, Segment
@@ -240,7 +240,7 @@ def launches_of(
                 few_rows,
                 "choose",
                 lambda layers, *_, **__: FewRows(
-                    {product.shape: Choice(most) for product, most in zip(layers[0], fused_rows, strict=True)}
+                    {product.shape: TileChoice(most) for product, most in zip(layers[0], fused_rows, strict=True)}
                 ),
             )
             if any(fused_rows):

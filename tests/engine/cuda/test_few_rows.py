@@ -17,9 +17,9 @@ from engine.cuda.few_rows import (
     LARGE_TILES,
     ROWS,
     TILES,
-    Choice,
     FewRows,
     Product,
+    TileChoice,
     Tiles,
     between_kernels,
     by_torch,
@@ -178,7 +178,7 @@ def test_what_is_wrong_or_does_not_compile_is_not_chosen(
     monkeypatch.setattr(few_rows, "multiply", faulty)
     clock = Clock({TILES[1]: 0.1, TILES[0]: 0.1, TILES[3]: 0.3, LARGE_TILES[0]: 0.1})
     found = choose(layers_of(), EPS, timer=clock.time, clock=clock)
-    assert set(found.choices.values()) == {Choice(256, TILES[3], LARGE_TILES[1])}
+    assert set(found.choices.values()) == {TileChoice(256, TILES[3], LARGE_TILES[1])}
     assert "out of resources: shared memory" in caplog.text
     assert "a product is off by" in caplog.text
 
@@ -187,7 +187,7 @@ def test_a_product_takes_the_way_that_was_chosen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(few_rows, "multiply", lambda x, own, eps, tiles, out: tiles)
     monkeypatch.setattr(few_rows, "between_kernels", lambda *_: "by torch")
     own = product()
-    chosen = FewRows({own.shape: Choice(128, TILES[1], LARGE_TILES[1])})
+    chosen = FewRows({own.shape: TileChoice(128, TILES[1], LARGE_TILES[1])})
     ways = [chosen.multiply(torch.empty(count, 200), own, EPS) for count in (64, 65, 128, 129)]
     assert ways == [TILES[1], LARGE_TILES[1], LARGE_TILES[1], "by torch"]
 
