@@ -1,8 +1,8 @@
 """The first hour on a GPU: steps of at most nine minutes, each with a JSON file and a verdict, and a report of them.
 
 ``python -m benchmarks.first_gpu_hour FOLDER`` runs the steps that have no result or failed, each in a process of its
-own, and writes ``FOLDER/report.md``. It may be stopped and started again at any time. ``--device cpu --sizes tiny``
-tries every step without a GPU; the numbers mean nothing then.
+own, and writes ``FOLDER/report.md``. It may be stopped and started again at any time, and stops after ``--seconds``.
+``--device cpu --sizes tiny`` tries every step without a GPU; the numbers mean nothing then.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks import command
+import torch
+
+from benchmarks import command, passes, random_pairs
+from benchmarks.random_pairs import SHAPES
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.flags import Parser
 
 SIZES: Final = ("1B", "7B", "tiny")
 #: Seconds of a step; then it is killed, and counts as failed.
 STEP_S: Final = 540
+#: A step that has less is left to the next call.
+LEAST_S: Final = 60
 K: Final = 4
 _MAX_MODEL_LEN: Final = 8192
 #: Layers of the random model whose logits are compared with the CPU's.
@@ -64,6 +69,7 @@ def parser() -> Parser:
     flags.add_argument("--max-tokens", type=int, default=128, help="generated after each prompt")
     flags.add_argument("--chaos-seconds", type=int, default=90, help="of each of the two kinds of services")
     flags.add_argument("--tests", nargs="+", default=[f"tests/{room}" for room in _ROOMS], help="files or folders")
+    flags.add_argument("--seconds", type=float, default=float("inf"), help="for this call; default: no limit")
     flags.add_argument("--only", metavar="STEP", help="run this step here, in this process")
     return flags
 
@@ -84,10 +90,6 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
 
 def describe(args: argparse.Namespace) -> Found:
     """The device and its bandwidth; the kernels compile on it and are right."""
-    import torch  # noqa: PLC0415
-
-    from benchmarks.passes import measure_bandwidth  # noqa: PLC0415 (torch)
-
     device = torch.device(args.device)
     is_gpu = device.type == "cuda"
     if is_gpu and not torch.cuda.is_available():
@@ -98,7 +100,7 @@ def describe(args: argparse.Namespace) -> Found:
     if is_gpu:
         about = torch.cuda.get_device_properties(device)
         data |= {"device": about.name, "bytes": about.total_memory, "multiprocessors": about.multi_processor_count}
-    data["bandwidth"] = measure_bandwidth(device, 2**31 if is_gpu else 2**25, args.repeats)
+    data["bandwidth"] = passes.measure_bandwidth(device, 2**31 if is_gpu else 2**25, args.repeats)
     tests, state, _ = run_tests(args, files=_KERNEL_TESTS)
     return f"{data['device']}: {data['bandwidth'] / 1e9:.0f} GB/s; kernels: {tests}", state, data
 
@@ -114,9 +116,6 @@ def run_tests(_: argparse.Namespace, *, files: Sequence[str]) -> Found:
 
 def compare(args: argparse.Namespace) -> Found:
     """Logits and decisions beside the CPU's; texts of every drafter beside plain ones."""
-    import torch  # noqa: PLC0415
-
-    from benchmarks.random_pairs import SHAPES, write_pair  # noqa: PLC0415 (torch)
     from tandem import LLM, SamplingParams  # noqa: PLC0415
     from tandem.checkpoints import TARGET, find_checkpoint  # noqa: PLC0415
     from tests.engine.cuda.agreement import check_device  # noqa: PLC0415 (torch)
@@ -124,7 +123,7 @@ def compare(args: argparse.Namespace) -> Found:
     shape = replace(SHAPES[args.sizes[0]], num_layers=_CHECKED_LAYERS, num_draft_layers=_CHECKED_LAYERS)
     device = torch.device(args.device)
     options: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
-    target, _ = write_pair(shape, args.folder / "checked", **options)
+    target, _ = random_pairs.write_pair(shape, args.folder / "checked", **options)
     bundled = find_checkpoint(TARGET)
     checks = [check for folder in (bundled, target) for check in check_device(folder, args.device)]
 
@@ -145,11 +144,9 @@ def compare(args: argparse.Namespace) -> Found:
 
 def time_passes(size: str, args: argparse.Namespace) -> Found:
     """Passes of the target against the bandwidth, with graphs and without, verdicts, and passes of the draft."""
-    import torch  # noqa: PLC0415
-
-    from benchmarks import passes  # noqa: PLC0415 (torch)
-    from benchmarks.random_pairs import SHAPES  # noqa: PLC0415 (torch)
+    from engine.cuda.graphs import largest_rows  # noqa: PLC0415 (torch)
     from engine.loading.load import load_engine  # noqa: PLC0415 (torch)
+    from engine.loading.memory import LargestStep  # noqa: PLC0415 (torch)
     from specdec.rules import Rule  # noqa: PLC0415 (torch)
     from specdec.settings import ModelSettings  # noqa: PLC0415 (torch)
 
@@ -160,7 +157,8 @@ def time_passes(size: str, args: argparse.Namespace) -> Found:
     loads = [(count, min(args.contexts)) for count in args.sessions] + [(1, max(args.contexts))]
     modes = {"greedy": (Rule.BLOCK, 0.0), **{str(rule): (rule, 1.0) for rule in Rule}}
     for is_eager in (False, True):
-        engine = load_engine(ModelSettings(model=target, device=args.device, enforce_eager=is_eager))
+        settings = ModelSettings(model=target, device=args.device, enforce_eager=is_eager)
+        engine = load_engine(settings, largest=LargestStep(largest_rows(max(args.sessions) * (K + 1))))
         engine.warm_up()
         timed = [
             asdict(step) | {"k": k, "share": step.bandwidth / data["bandwidth"], "verify_ratio": step.verify_ratio}
@@ -201,6 +199,7 @@ def time_services(size: str, count: int, args: argparse.Namespace) -> Found:
         *("-m", "tandem", "bench", "--model", target, "--speculative-config", json.dumps({"model": draft})),
         *("--device", args.device, "--dtype", args.dtype, "--k", str(K), "--json", str(file)),
         *("--batch-size", str(count), "--max-tokens", str(args.max_tokens), "--num-prompts", "2"),
+        *("--max-num-batched-tokens", str(max(512, count * (K + 1)))),  # a round of all in one step
         *("--gpu-memory-utilization", _SERVICES_SHARE, *(["--compare", "hf"] if count == 1 else [])),
         check=True,
     )
@@ -237,14 +236,10 @@ def cause_chaos(args: argparse.Namespace) -> Found:
 
 def _pair(size: str, args: argparse.Namespace) -> tuple[str, str]:
     """The random pair of a size, written once."""
-    import torch  # noqa: PLC0415
-
-    from benchmarks.random_pairs import SHAPES, write_pair  # noqa: PLC0415 (torch)
-
     folder, device = args.folder / f"{size}-{args.dtype}", torch.device(args.device)
     if not (folder / "written").exists():
         dtype = getattr(torch, args.dtype)
-        write_pair(SHAPES[size], folder, dtype=dtype, device=device, max_model_len=_MAX_MODEL_LEN)
+        random_pairs.write_pair(SHAPES[size], folder, dtype=dtype, device=device, max_model_len=_MAX_MODEL_LEN)
         (folder / "written").touch()
     return str(folder / "target"), str(folder / "draft")
 
@@ -292,10 +287,8 @@ def report(folder: Path, names: Sequence[str]) -> str:
                     f"| {row['sessions']} | {row['context']} | {row['k'] + 1} | {ms:.3f} | {row['share']:.2f}"
                     f" | {verify_ms:.3f} | {row['verify_ratio']:.2f} |"
                 )
-            lines += [
-                "",
-                f"The last rows are without graphs. Calls: {each['data']['calls']}, {each['data']['calls_eager']}.",
-            ]
+            calls = f"{each['data']['calls']}, {each['data']['calls_eager']}"
+            lines += ["", f"Passes without graphs come last. Calls: {calls}."]
         for section in each["data"].get("sections", []):
             rates = (f"{mode} {median(of['tokens_per_s']):.0f}" for mode, of in section["modes"].items())
             lines += ["", f"{each['step']}, {section['num_sessions']} sessions, tokens/s: {', '.join(rates)}"]
@@ -311,11 +304,14 @@ def main() -> int:
         if args.only not in steps(args):
             raise InvalidRequest(f"{args.only} is no step; the steps are {', '.join(steps(args))}", param="only")
         return int(run_step(args.only, args)["state"] == FAILED)
-    states = []
+    states, ends = [], time.monotonic() + args.seconds
     for name in steps(args):
         found = _result(args.folder, name)
         if found is None or found["state"] == FAILED:
-            found = run_apart(name, args.folder, argv)
+            if (left := ends - time.monotonic()) < LEAST_S:
+                print(f"{name} and what follows it are left to the next call", flush=True)
+                return 1
+            found = run_apart(name, args.folder, argv, min(STEP_S, left))
         states.append(found["state"])
         print(f"{found['state']}  {name}: {found['verdict']}", flush=True)
         (args.folder / "report.md").write_text(report(args.folder, list(steps(args))))
@@ -327,8 +323,8 @@ def _result(folder: Path, name: str) -> Any:
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def run_apart(name: str, folder: Path, argv: Sequence[str]) -> Any:
-    """Run a step in a process of its own, for so long as a step may take."""
+def run_apart(name: str, folder: Path, argv: Sequence[str], limit_s: float) -> Any:
+    """Run a step in a process of its own, for so long as it may take."""
     (folder / f"{name}.json").unlink(missing_ok=True)
     command_line = [sys.executable, "-m", "benchmarks.first_gpu_hour", *argv, "--only", name]
     with (
@@ -336,13 +332,13 @@ def run_apart(name: str, folder: Path, argv: Sequence[str]) -> Any:
         subprocess.Popen(command_line, stdout=log, stderr=log, start_new_session=True) as child,
     ):
         try:
-            why = f"it ended with status {child.wait(STEP_S)}"
+            why = f"it ended with status {child.wait(limit_s)}"
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)  # what it started, too: it holds the device
-            why = f"it took more than {STEP_S} s"
+            why = f"it took more than {limit_s:.1f} s"
     if (found := _result(folder, name)) is not None:
         return found
-    return write_result(folder, name, f"{why}; see {name}.log", state=FAILED, seconds=STEP_S, data={})
+    return write_result(folder, name, f"{why}; see {name}.log", state=FAILED, seconds=limit_s, data={})
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _steps(
     active = list(range(len(drafting)))
     steps: list[Drafted] = []
     while True:
-        drafted = _drawn(logits, rows, [jobs[drafting[i]].rule for i in active])
+        drafted = drawn(logits, rows, [jobs[drafting[i]].rule for i in active])
         steps.append(_spread(drafted, active, len(drafting)))
         continuing = []
         for at, i in enumerate(active):
@@ -143,13 +143,13 @@ def _steps(
         logits = feed([drafting[i] for i in active], tokens)
 
 
-def _drawn(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
+def drawn(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     """A token of each row, by kernels of a GPU where they know how."""
     if logits.device.type != "cuda" or not has_triton():
         return draft(logits, rows, rules)
     from engine.cuda.drawing import draw  # noqa: PLC0415 - there is no Triton without a GPU
 
-    return draw(logits, rows, rules) or draft(logits, rows, rules)
+    return draw(logits, rows, rules)
 
 
 def _spread(drafted: Drafted, active: Sequence[int], num_rows: int) -> Drafted:

@@ -1,4 +1,4 @@
-"""Triton kernels that choose tokens and walk along drafted ones; :mod:`engine.cuda.choices` launches them."""
+"""Triton kernels that weigh and choose tokens and walk along drafted ones; :mod:`engine.cuda.choices` launches them."""
 
 from __future__ import annotations
 
@@ -106,3 +106,37 @@ def walk(rows, rounds, scores, ids, out, num_parts, PADDED_PARTS: tl.constexpr):
     tl.store(out + own, place.to(tl.float64))
     tl.store(out + num_rounds + own, token.to(tl.float64))
     tl.store(out + 2 * num_rounds + own, is_valid.to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_stride"], do_not_specialize_on_alignment=_LISTS)
+def weigh(  # noqa: PLR0917
+    logits,
+    tops,
+    temperatures,
+    min_ps,
+    out,
+    num_tokens,
+    row_stride,
+    HAS_MIN_P: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """exp((logit - top) / T) in float64, 0 where that is below min-p. Programs: (row, part of the vocabulary).
+
+    logits float32 [R, row_stride]; tops float32, temperatures and min_ps float64 [R]; a row whose top is not finite has
+    weights of 0 alone. out: float64 [R, num_tokens], or with SUMS those of parts, [R, parts].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    v = part * TILE + tl.arange(0, TILE)
+    top = tl.load(tops + row)
+    safe = tl.where(tl.abs(top) < float("inf"), top, float("inf")).to(tl.float64)  # -inf - inf is -inf
+    x = tl.load(logits + row * row_stride + v, mask=v < num_tokens, other=float("-inf"))
+    x = tl.where(x < float("inf"), x, float("-inf")).to(tl.float64)
+    weight = tl.exp((x - safe) / tl.load(temperatures + row))
+    if HAS_MIN_P:
+        weight = tl.where(weight >= tl.load(min_ps + row), weight, 0.0)
+    if SUMS:
+        tl.store(out + row * tl.num_programs(1) + part, tl.sum(weight, 0))
+    else:
+        tl.store(out + row * num_tokens + v, weight, mask=v < num_tokens)

@@ -1,4 +1,6 @@
-"""Greedy and coupled verdicts on a GPU: a copy to the device, one of masks, and two launches, whatever the rounds."""
+"""Greedy and coupled verdicts on a GPU: a copy to the device, one of masks, and two launches, whatever the rounds; and
+the weights of distributions, which other verdicts need, in one launch that reads the logits once.
+"""
 
 from __future__ import annotations
 
@@ -87,4 +89,43 @@ def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[torch.Tens
     words, places = send(torch.cat(list(masks)), logits.device), send(rows, logits.device, torch.int64)
     kernels.forbid[(len(rows), -(-num_tokens // _TILE))](
         logits, places, words, num_tokens, logits.stride(0), words.shape[1], TILE=_TILE, num_warps=8
+    )
+
+
+def weights(logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """exp((logit - top) / T) float64 [R, V], ``logits`` float32; ``top`` float32 and ``temperature`` float64 [R, 1]."""
+    out = logits.new_empty(logits.shape, dtype=torch.float64)
+    _weigh(logits, top, temperature, None, out, SUMS=False)
+    return out
+
+
+def mass(
+    logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor | None
+) -> torch.Tensor:
+    """Sums of these weights, of those that are at least ``min_p`` float64 [R, 1]: float64 [R, 1]."""
+    out = logits.new_empty(len(logits), -(-logits.shape[1] // _TILE), dtype=torch.float64)
+    _weigh(logits, top, temperature, min_p, out, SUMS=True)
+    return out.sum(-1, keepdim=True)
+
+
+def _weigh(
+    logits: torch.Tensor,
+    top: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor | None,
+    out: torch.Tensor,
+    **kind: bool,
+) -> None:
+    kernels.weigh[(len(logits), -(-logits.shape[1] // _TILE))](
+        logits,
+        top.contiguous(),
+        temperature.contiguous(),
+        temperature if min_p is None else min_p.contiguous(),
+        out,
+        logits.shape[1],
+        logits.stride(0),
+        HAS_MIN_P=min_p is not None,
+        **kind,
+        TILE=_TILE,
+        num_warps=8,
     )

@@ -1,16 +1,17 @@
-"""The forward pass of Llama-shaped models on a GPU in ten launches a layer, in seven where rows are few, in eleven with
-weights in e4m3.
+"""The forward pass of Llama-shaped models on a GPU in seven to ten launches a layer (in e4m3 eleven); where no text is
+split, in one less.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
-Numbers are rounded where the modules round them. Of few rows norm, gate and residual are parts of the products
-(:mod:`engine.cuda.few_rows`).
+Numbers are rounded where the modules round them. Of up to 512 rows norm, gate and residual are parts of the products
+that were measured to be faster so (:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -54,14 +55,14 @@ class FusedDecoder:
             )
             for layer in self._body.layers
         ]
-        #: Up to how many rows products are one launch with what stands around them, and how those are cut.
-        self.few_rows = FewRows(0, {})
+        #: Up to how many rows each product is one launch with what stands around it, and how it is cut.
+        self.few_rows = FewRows({})
         #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
         self._products: list[tuple[Product, ...]] = []
 
     def forget_few_rows(self) -> None:
         """Leave all products to torch."""
-        self.few_rows = FewRows(0, {})
+        self.few_rows = FewRows({})
 
     def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
         """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
@@ -93,7 +94,7 @@ class FusedDecoder:
     def _run(self, batch: Batch, layers: tuple[int, ...], rows: Tensor | None) -> tuple[Tensor, dict[int, Tensor]]:
         plan = batch.plan
         x = self._body.embed_tokens(batch.input_ids[0])  # [T, H]
-        angles = [part[0].contiguous() for part in self._body.rotary_emb(x[None], plan.positions[None])]  # [T, D] each
+        angles = self._angles(x, plan.positions)
         caught: dict[int, Tensor] = {}
 
         def catch(layer: int, states: Tensor) -> None:
@@ -112,8 +113,23 @@ class FusedDecoder:
         catch(-1, normed)
         return self._lm_head(normed.index_select(0, batch.logit_rows)), caught
 
+    def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Cosines and sines of the rows, [2, T, D]."""
+        rotary, half = self._body.rotary_emb, self._head_dim // 2
+        both = x.new_empty(2, len(x), 2 * half)
+        kernels.angles[(len(x),)](
+            positions,
+            rotary.inv_freq,
+            *both,
+            float(rotary.attention_scaling),
+            HALF=half,
+            PADDED_HALF=padded_size(half),
+            num_warps=1,
+        )
+        return both
+
     def _run_layers(
-        self, x: Tensor, angles: Sequence[Tensor], batch: Batch, catch: Callable[[int, Tensor], None]
+        self, x: Tensor, angles: Tensor, batch: Batch, catch: Callable[[int, Tensor], None]
     ) -> Tensor | None:
         """All layers on ``x`` [T, H] in place; what is to be added to it is returned."""
         delta: Tensor | None = None
@@ -138,24 +154,21 @@ class FusedDecoder:
         product: Tensor = linear(norm(x, delta, weight, self._eps))
         return product
 
-    def _run_few_rows(self, index: int, x: Tensor, angles: Sequence[Tensor], batch: Batch) -> None:
+    def _run_few_rows(self, index: int, x: Tensor, angles: Tensor, batch: Batch) -> None:
         """A layer on ``x`` [T, H] in place."""
         qkv, output, gate_up, down = self._products[index]
+        multiply = partial(self.few_rows.multiply, eps=self._eps)
+        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, out=x)
+        multiply(multiply(x, gate_up), down, out=x)
 
-        def multiply(rows: Tensor, product: Product, out: Tensor | None = None) -> Tensor:
-            return few_rows.multiply(rows, product, self._eps, self.few_rows.tiles[product.shape], out)
-
-        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, x)
-        multiply(multiply(x, gate_up), down, x)
-
-    def _attend(self, joined: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> Tensor:
+    def _attend(self, joined: Tensor, angles: Tensor, index: int, batch: Batch) -> Tensor:
         """Write a layer's keys and values, and attend: [T, all heads · D] to [T, Hq · D]."""
         qkv = joined.view(len(joined), -1, self._head_dim)  # [T, heads, D]
         self._rotate_write(qkv, angles, index, batch)
         query, window = qkv[:, : self._num_heads], self._windows[index]
         return paged_attention(query, *self._caches[index], batch.plan, self._scale, window).flatten(1)
 
-    def _rotate_write(self, qkv: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> None:
+    def _rotate_write(self, qkv: Tensor, angles: Tensor, index: int, batch: Batch) -> None:
         """Norm, rotate and write what a layer attends with, ``qkv`` [T, heads of all three, D]."""
         k_cache, v_cache = self._caches[index]
         attention = self._body.layers[index].self_attn
@@ -203,7 +216,11 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         if any(type(norm).__name__ not in NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
             return "norms of another kind"
-        if attention.head_dim % 2 or k_cache.shape != v_cache.shape or k_cache.shape[3] != attention.head_dim:
+        if (
+            attention.head_dim != 2 * len(body.rotary_emb.inv_freq)
+            or k_cache.shape != v_cache.shape
+            or k_cache.shape[3] != attention.head_dim
+        ):
             return "head sizes"
     return None
 

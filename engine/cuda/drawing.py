@@ -1,40 +1,247 @@
-"""Drafted tokens of a GPU in one copy to it and three launches, where drawing one depends on the logits as they are."""
+"""Drafted tokens of a GPU in few launches, where drawing one depends on the logits as they are, or after torch's edits.
+
+Coupled tokens are drawn by kernels in one copy and three launches. Where tokens are drawn from q, or unlikely ones are
+dropped, torch's operations are replayed as a graph, between a copy of what differs and one of the result.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.cuda import choices
 from engine.cuda.choices import Walk
-from engine.sampling.drafting import Drafted, draft
+from engine.cuda.graphs import Capture, CudaCapture
+from engine.sampling import sparse
+from engine.sampling.distribution import MAX_NUMBERS, NUM_CANDIDATES, RowLimits, of_candidates
+from engine.sampling.drafting import Drafted, draft, draft_alike, draft_uniforms, drawn_from_q
+from engine.sampling.draws import winners
 from engine.sampling.noise import Stream
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
-from specdec.rules import SEEDED_RULE, Rule
+from specdec.rules import SEEDED_RULE, DraftSampling, Rule
 
 logger = logging.getLogger(__name__)
 
 #: Tokens of the vocabulary of the check: more than one part.
 _CHECKED_TOKENS = 5000
+#: Rows that captured draws are made for.
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
+#: Those that are captured at the first draw, others when they first come: the largest first, as others compute in its
+#: memory.
+_WARM_ROWS: Final = (16, 8, 4, 2, 1)
+_KINDS: Final = ((DraftSampling.FROM_Q, True), (DraftSampling.FROM_Q, False), (DraftSampling.SHARED_NOISE, True))
+#: A row's temperature, min-p, top-p, number (or key) of its noise, float64, and top-k. With these, whatever the logits,
+#: a token is drawn: an index beyond the last would end the process.
+_PADDING: Final = 0.5
+_NUMBERS: Final = 5
 
 
-def draw(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted | None:
-    """:func:`engine.sampling.drafting.draft`; None where torch must draw."""
-    walks = []
-    for i, (state, position, rule) in enumerate(zip(rows.states, rows.positions, rules, strict=True)):
-        sampling = rule.sampling_at(state.params.temperature)
-        if state.edits or sampling.sends_q or (sampling.shares_noise and state.truncates):
-            return None
-        keys = [state.noise_key(Stream.COUPLING, position)] if sampling.shares_noise else []
-        walks.append(Walk([i], (), (), state.params.temperature, keys))
-    if all(state.params.greedy for state in rows.states) or not _is_right(logits.device):
-        return None  # the largest logit is one launch of torch's
+class DrawShape(NamedTuple):
+    """What a captured draw is made for."""
+
+    sampling: DraftSampling
+    truncates: bool
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def q_width(self) -> int:
+        """Tokens that a row of q names; 0: none is sent."""
+        return sparse.max_tokens(self.num_tokens) if self.sampling.sends_q else 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there may be a graph for it."""
+        is_known = self.sampling.sends_q or (
+            self.sampling.shares_noise and self.truncates and self.num_tokens > NUM_CANDIDATES
+        )
+        return is_known and 0 < self.num_rows * self.num_tokens <= MAX_NUMBERS
+
+
+class _Captured(NamedTuple):
+    numbers: Tensor
+    replay: Callable[[], object]
+    out: Tensor
+
+
+class CapturedDraws:
+    """Draws of one thread that replay graphs, on rows padded to one of a few shapes."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device = capture, device
+        self._captured: dict[DrawShape, _Captured | None] = {}
+        self._checked: set[DrawShape] = set()
+        #: The logits of any shape: they are drawn from one after another.
+        self._logits = torch.zeros(MAX_NUMBERS, device=device)
+
+    @property
+    def shapes(self) -> list[DrawShape]:
+        """What has been captured."""
+        return [shape for shape, captured in self._captured.items() if captured is not None]
+
+    def draw(self, sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
+        """:func:`engine.sampling.drafting.draft_alike`; the first draw of a shape is compared with it."""
+        shape = _shape_of(sampling, rows)
+        if shape is None:
+            return draft_alike(sampling, logits, rows)
+        if all(shape.num_tokens != known.num_tokens for known in self._captured):
+            for each in (DrawShape(*kind, count, shape.num_tokens) for count in _WARM_ROWS for kind in _KINDS):
+                if each.is_known:
+                    self._captured_for(each)
+        if (captured := self._captured_for(shape)) is None:
+            return draft_alike(sampling, logits, rows)
+        found = self._replay(captured, shape, logits, rows)
+        if shape not in self._checked:
+            self._checked.add(shape)
+            if not _equal(found, wanted := draft_alike(sampling, logits, rows)):
+                logger.warning("drafts of %s are drawn without a graph: it draws other tokens", shape)
+                self._captured[shape] = None
+                return wanted
+        return found
+
+    def _replay(self, captured: _Captured, shape: DrawShape, logits: Tensor, rows: Rows) -> Drafted:
+        numbers, replay, out = captured
+        staged = torch.zeros(numbers.shape, dtype=torch.int64, pin_memory=numbers.device.type != "cpu")
+        _fill(staged.numpy(), shape, rows)
+        with torch.inference_mode():
+            numbers.copy_(staged, non_blocking=True)
+            self._logits_of(shape)[: len(rows)].copy_(logits)
+            replay()
+            found = out[: len(rows)].clone()
+        token_ids, q_token_ids, q_weights = found.split([1, shape.q_width, shape.q_width], 1)  # type: ignore[no-untyped-call]
+        return Drafted(token_ids[:, 0], q_token_ids, q_weights) if shape.q_width else Drafted(token_ids[:, 0])
+
+    def _logits_of(self, shape: DrawShape) -> Tensor:
+        return self._logits[: shape.num_rows * shape.num_tokens].view(shape.num_rows, shape.num_tokens)
+
+    def _captured_for(self, shape: DrawShape) -> _Captured | None:
+        if shape not in self._captured:
+            self._captured[shape] = None  # a capture that fails is not tried again
+            try:
+                with torch.inference_mode():
+                    size = _NUMBERS, shape.num_rows
+                    numbers = torch.full(size, _PADDING, dtype=torch.float64, device=self._device).view(torch.int64)
+                    out = numbers.new_zeros(shape.num_rows, 1 + 2 * shape.q_width)
+                    replay = self._capture(lambda: _compute(shape, self._logits_of(shape), numbers, out))
+            except RuntimeError as error:  # there is no memory, or something in it cannot be captured
+                logger.warning("drafts of %s are drawn without a graph: %s", shape, error)
+                return None
+            self._captured[shape] = None if replay is None else _Captured(numbers, replay, out)
+        return self._captured[shape]
+
+
+def _shape_of(sampling: DraftSampling, rows: Rows) -> DrawShape | None:
+    """The smallest shape that holds the rows; None: there is none."""
+    num_tokens, truncates = rows.states[0].num_tokens, any(state.truncates for state in rows.states)
+    most = sparse.max_tokens(num_tokens) if sampling.sends_q else NUM_CANDIDATES - 1
+    if any(state.params.top_k > most and state.truncates for state in rows.states):
+        return None
+    shape = DrawShape(sampling, truncates, next((count for count in _ROWS if count >= len(rows)), 0), num_tokens)
+    return shape if shape.is_known else None
+
+
+def _fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
+    """Write all that differs from batch to batch, [5, R]."""
+    params, count = [state.params for state in rows.states], len(rows)
+    real = numbers.view(np.float64)
+    real[:] = _PADDING
+    real[0, :count] = [p.temperature for p in params]
+    real[1, :count] = [p.min_p for p in params]
+    real[2, :count] = [p.top_p for p in params]
+    if shape.sampling.sends_q:
+        real[3, :count] = [u for (u,) in draft_uniforms(rows)]
+    else:
+        numbers[3, :count] = _noise_keys(rows)
+    numbers[4, :count] = [p.top_k or shape.num_tokens for p in params]
+
+
+def _compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
+    """What is captured: from the logits of padded rows to their tokens, and q where it is sent.
+
+    Of tokens that are as likely as the last candidate others may be left out than by torch: any q may be sent.
+    """
+    real = numbers.view(torch.float64)[:, :, None]
+    limits = RowLimits(real[0], real[1], numbers[4, :, None], real[2]) if shape.truncates else RowLimits(real[0])
+    q = of_candidates(logits, limits, min(NUM_CANDIDATES, shape.num_tokens), choices)
+    if shape.sampling.sends_q:
+        drafted = drawn_from_q(q, real[3])
+        assert drafted.q_token_ids is not None
+        assert drafted.q_weights is not None
+        out.copy_(torch.cat([drafted.token_ids[:, None], drafted.q_token_ids, drafted.q_weights], 1))
+        return
+    out[:, 0].copy_(q.tokens(winners(q, numbers[3])))
+
+
+def _noise_keys(rows: Rows) -> list[int]:
+    return [
+        state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
+    ]
+
+
+def _equal(one: Drafted, other: Drafted) -> bool:
+    pairs = (
+        (one.token_ids, other.token_ids),
+        (one.q_token_ids, other.q_token_ids),
+        (one.q_weights, other.q_weights),
+    )
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+class _Draws(threading.local):
+    """Of each thread, as each has a stream and an order of its own."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, CapturedDraws] = {}
+
+
+_draws: Final = _Draws()
+
+
+def draws_of(device: torch.device) -> CapturedDraws:
+    """This thread's."""
+    if device not in _draws.of:
+        _draws.of[device] = CapturedDraws(CudaCapture(device, of_verdicts=True), device)
+    return _draws.of[device]
+
+
+def draw(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
+    """:func:`engine.sampling.drafting.draft`."""
+    kinds = [rule.sampling_at(state.params.temperature) for state, rule in zip(rows.states, rules, strict=True)]
+    are_walks = not any(
+        kind.sends_q or state.edits or (kind.shares_noise and state.truncates)
+        for kind, state in zip(kinds, rows.states, strict=True)
+    )
+    if are_walks and any(kind.shares_noise for kind in kinds) and _is_right(logits.device):
+        return _walked(logits, rows)
+    return draft(logits, rows, rules, _alike)
+
+
+def _alike(sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
+    """A token of rows of one kind, whose logits are edited."""
+    if not sampling.shares_noise and not sampling.sends_q:
+        return draft_alike(sampling, logits, rows)  # the largest logit is one launch of torch's
+    if sampling.shares_noise and not any(state.truncates for state in rows.states) and _is_right(logits.device):
+        return _walked(logits, rows)
+    return draws_of(logits.device).draw(sampling, logits, rows)
+
+
+def _walked(logits: Tensor, rows: Rows) -> Drafted:
+    """By the kernels: rows that truncate nothing, some of them greedy."""
+    temperatures = [state.params.temperature for state in rows.states]
+    walks = [
+        Walk([i], (), (), temperature, [key] if temperature else [])
+        for i, (temperature, key) in enumerate(zip(temperatures, _noise_keys(rows), strict=True))
+    ]
     return Drafted(choices.walk(logits, walks, rows.states[0].num_tokens)[1].long())
 
 
@@ -46,11 +253,9 @@ def _is_right(device: torch.device) -> bool:
             logits = torch.randn(4, _CHECKED_TOKENS, generator=torch.Generator().manual_seed(7)).to(device)
             params = [SamplingParams(temperature=i / 2, seed=i) for i in range(4)]
             states = [SamplingState(own, [1], 1, _CHECKED_TOKENS, device=device) for own in params]
-            rows, rules = Rows.after(states), [SEEDED_RULE] * 4
-            keys = [state.noise_key(Stream.COUPLING, 1) for state in states]
-            walks = [Walk([i], (), (), own.temperature, [keys[i]]) for i, own in enumerate(params)]
-            found = choices.walk(logits, walks, _CHECKED_TOKENS)[1].tolist()
-            wanted = draft(logits, rows, rules).token_ids.tolist()
+            rows = Rows.after(states)
+            found = _walked(logits, rows).token_ids.tolist()
+            wanted = draft(logits, rows, [SEEDED_RULE] * 4).token_ids.tolist()
     except Exception as error:  # compilers of kernels raise anything
         logger.warning("drafts are drawn without kernels: %s: %s", type(error).__name__, error)
         return False

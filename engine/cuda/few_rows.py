@@ -2,7 +2,8 @@
 
 Reading the weights takes all the time then, so any kernel that reads them at the memory's speed is as good as
 another, and what it does besides is free. How large its tiles are, and up to how many rows it is faster than the
-product of torch between kernels of our own, is measured at load, for a bounded time, and kept in the cache folder.
+product of torch between kernels of our own, is measured at load for each kind of product, for a bounded time, and kept
+in the cache folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,8 +31,10 @@ from specdec.compiler import cache_folder
 
 logger = logging.getLogger(__name__)
 
-#: Rows that a tile holds: passes of more are multiplied by torch.
-ROWS: Final = (16, 32, 64)
+#: Rows that are measured: passes of more are multiplied by torch.
+ROWS: Final = (16, 32, 64, 128, 256, 512)
+#: Rows that a tile holds where there are more than 64; from so many on other tiles are tried.
+LARGE_ROWS: Final = 128
 #: float16 has no room for numbers that are normed after they are weighed.
 DTYPES: Final = (torch.bfloat16, torch.float32)
 #: Seconds of the search; what has not been tried by then is not chosen.
@@ -54,6 +57,8 @@ class Tiles(NamedTuple):
 
 #: Candidates; 16 rows of the last take more shared memory than consumers' GPUs have.
 TILES: Final = (Tiles(32, 128, 4, 4), Tiles(16, 256, 4, 4), Tiles(64, 64, 4, 5), Tiles(32, 256, 8, 4))
+#: Candidates for :data:`LARGE_ROWS` and more.
+LARGE_TILES: Final = (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 4))
 
 
 class Product(NamedTuple):
@@ -78,10 +83,11 @@ class Product(NamedTuple):
 
 
 def multiply(x: Tensor, product: Product, eps: float, tiles: Tiles, out: Tensor | None = None) -> Tensor:
-    """[T, K] to [T, N], T at most 64; ``out`` is added to where the product adds."""
+    """[T, K] to [T, N]; ``out`` is added to where the product adds."""
     num_rows, num_inputs = x.shape
     out = x.new_empty(num_rows, product.num_outputs) if out is None else out
-    kernels.multiply[(-(-product.num_outputs // tiles.outputs),)](
+    tile_rows = min(max(padded_size(num_rows), ROWS[0]), LARGE_ROWS)
+    kernels.multiply[(-(-num_rows // tile_rows), -(-product.num_outputs // tiles.outputs))](
         x,
         product.weight,
         x if product.bias is None else product.bias,
@@ -95,7 +101,7 @@ def multiply(x: Tensor, product: Product, eps: float, tiles: Tiles, out: Tensor 
         HAS_NORM=product.norm is not None,
         IS_GATED=product.is_gated,
         ADDS=product.adds,
-        TILE_M=max(padded_size(num_rows), ROWS[0]),
+        TILE_M=tile_rows,
         TILE_N=tiles.outputs,
         TILE_K=tiles.inputs,
         num_warps=tiles.warps,
@@ -115,13 +121,36 @@ def by_torch(x: Tensor, product: Product, eps: float, out: Tensor | None = None)
     return y if out is None or not product.adds else out + y
 
 
-class FewRows(NamedTuple):
-    """What was measured."""
+class TileChoice(NamedTuple):
+    """What was measured of a kind of product."""
 
     #: Up to so many rows the kernel is used; 0: never.
-    max_rows: int
-    #: By :attr:`Product.shape`.
-    tiles: dict[tuple[Any, ...], Tiles]
+    max_rows: int = 0
+    tiles: Tiles = TILES[0]
+    #: From :data:`LARGE_ROWS` on.
+    large: Tiles = LARGE_TILES[0]
+
+    def tiles_of(self, num_rows: int) -> Tiles:
+        """For so many rows."""
+        return self.tiles if num_rows <= LARGE_ROWS // 2 else self.large
+
+
+class FewRows(NamedTuple):
+    """What was measured, by :attr:`Product.shape`."""
+
+    choices: Mapping[tuple[Any, ...], TileChoice]
+
+    @property
+    def max_rows(self) -> int:
+        """Up to so many rows a kernel is used for some product."""
+        return max((choice.max_rows for choice in self.choices.values()), default=0)
+
+    def multiply(self, x: Tensor, product: Product, eps: float, out: Tensor | None = None) -> Tensor:
+        """[T, K] to [T, N] in the way that was faster; ``out`` is added to in place where the product adds."""
+        choice = self.choices[product.shape]
+        if len(x) <= choice.max_rows:
+            return multiply(x, product, eps, choice.tiles_of(len(x)), out)
+        return between_kernels(x, product, eps, out)
 
 
 #: Seconds of a call of each of some functions.
@@ -143,36 +172,38 @@ def choose(
     is wrong, or does not compile, is never chosen.
     """
     if mode == "off" or not _are_known(layers):
-        return FewRows(0, {})
+        return FewRows({})
     path = cache_folder() / f"cuda-{_key(layers)}.json"
     if mode == "cached" and (kept := _read(path, layers[0])) is not None:
         return kept
-    ends, tiles = clock() + seconds, {}
-    for i, product in enumerate(layers[0]):
-        found: dict[Tiles, float] = {}
-        for candidate in TILES:
-            if found and clock() >= ends:
+    ends = clock() + seconds
+    found: dict[int, TileChoice] = {}
+
+    def fastest(i: int, num_rows: int, candidates: Sequence[Tiles]) -> tuple[float, Tiles]:
+        """Those of the candidates that are right, one at least while there is time for no more."""
+        best = math.inf, candidates[0]
+        for tiles in candidates:
+            if best[0] < math.inf and clock() >= ends:
                 break
-            if _is_right(product, eps, candidate, ROWS[0]):
-                found[candidate] = _seconds(layers, i, ROWS[0], timer, partial(multiply, eps=eps, tiles=candidate))
-        if not found:
-            return FewRows(0, {})
-        tiles[product.shape] = min(found, key=lambda candidate: found[candidate])
-    max_rows = 0
+            if _is_right(layers[0][i], eps, tiles, num_rows):
+                way = partial(multiply, eps=eps, tiles=tiles)
+                best = min(best, (_seconds(layers, i, num_rows, timer, way), tiles))
+        return best
+
+    for i in range(len(layers[0])):
+        found[i] = TileChoice(tiles=fastest(i, ROWS[0], TILES)[1])
+    before = 0
     for num_rows in (1, *ROWS):
-        ours = theirs = 0.0
-        for i, product in enumerate(layers[0]):
-            own = tiles[product.shape]
-            if (max_rows >= ROWS[0] and clock() >= ends) or not _is_right(product, eps, own, num_rows):
-                ours = math.inf
-                break
-            ours += _seconds(layers, i, num_rows, timer, partial(multiply, eps=eps, tiles=own))
-            theirs += _seconds(layers, i, num_rows, timer, partial(_between_kernels, eps=eps))
-        if ours > theirs:
-            break
-        max_rows = num_rows
-    chosen = FewRows(max_rows, tiles)
-    logger.info("linear layers of up to %d rows take one launch each (measured)", max_rows)
+        for i, choice in found.items():
+            if choice.max_rows < before or (num_rows > ROWS[0] and clock() >= ends):
+                continue
+            candidates = LARGE_TILES if num_rows == LARGE_ROWS else (choice.tiles_of(num_rows),)
+            ours, tiles = fastest(i, num_rows, candidates)
+            if ours <= _seconds(layers, i, num_rows, timer, partial(between_kernels, eps=eps)):
+                found[i] = choice._replace(max_rows=num_rows, **{"large": tiles} if num_rows >= LARGE_ROWS else {})
+        before = num_rows
+    chosen = FewRows({layers[0][i].shape: choice for i, choice in found.items()})
+    logger.info("linear layers of up to %d rows take one launch each (measured)", chosen.max_rows)
     if clock() < ends:  # what time cut short is measured again by the next process
         _write(path, chosen, layers[0])
     return chosen
@@ -192,11 +223,17 @@ def _seconds(
     return timer([partial(way, x, layer[index], out=out if layer[index].adds else None) for layer in layers])
 
 
-def _between_kernels(x: Tensor, product: Product, *, eps: float, out: Tensor | None) -> Tensor:
-    """What a product costs in passes of many rows, whose sums are added in the next norm."""
+def between_kernels(x: Tensor, product: Product, eps: float, out: Tensor | None = None) -> Tensor:
+    """A product of torch, and what stands around it by kernels, but the sum, which is torch's, too."""
     if product.norm is not None:
         x = norm(x, None, product.norm, eps)
+    if product.adds and product.bias is None:
+        assert out is not None
+        return out.addmm_(x, product.weight.t())
     y = F.linear(x, product.weight, product.bias)
+    if product.adds:
+        assert out is not None
+        return out.add_(y)
     return silu_multiply(y) if product.is_gated else y
 
 
@@ -268,7 +305,16 @@ def _key(layers: Sequence[Sequence[Product]]) -> str:
     source = hashlib.sha256(Path(kernels.__file__).read_bytes()).hexdigest()
     shapes = [product.shape for product in layers[0]]
     text = json.dumps(
-        [name, triton.__version__, torch.__version__, source, TILES, shapes, str(layers[0][0].weight.dtype)]
+        [
+            name,
+            triton.__version__,
+            torch.__version__,
+            source,
+            TILES,
+            LARGE_TILES,
+            shapes,
+            str(layers[0][0].weight.dtype),
+        ]
     )
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -276,10 +322,13 @@ def _key(layers: Sequence[Sequence[Product]]) -> str:
 def _read(path: Path, products: Sequence[Product]) -> FewRows | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        tiles = {product.shape: Tiles(*own) for product, own in zip(products, kept["tiles"], strict=True)}
-        if not set(tiles.values()) <= set(TILES):
+        choices = {
+            product.shape: TileChoice(int(max_rows), Tiles(*tiles), Tiles(*large))
+            for product, (max_rows, tiles, large) in zip(products, kept, strict=True)
+        }
+        if not all(choice.tiles in TILES and choice.large in LARGE_TILES for choice in choices.values()):
             raise ValueError("it names unknown tiles")
-        return FewRows(int(kept["max_rows"]), tiles)
+        return FewRows(choices)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -288,11 +337,10 @@ def _read(path: Path, products: Sequence[Product]) -> FewRows | None:
 
 
 def _write(path: Path, found: FewRows, products: Sequence[Product]) -> None:
-    tiles = [found.tiles.get(product.shape, TILES[0]) for product in products]
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"max_rows": found.max_rows, "tiles": tiles}) + "\n", encoding="utf-8")
+        part.write_text(json.dumps([found.choices[product.shape] for product in products]) + "\n", encoding="utf-8")
         os.replace(part, path)
     except OSError as error:
         logger.warning("what was measured is not kept: %s", error)

@@ -26,7 +26,9 @@ from engine.plan import BatchPlan
 logger = logging.getLogger(__name__)
 
 #: Rows of captured passes; larger passes run as they are, since launching them takes no longer than running them.
-ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+#: Those of services whose steps are no larger.
+USUAL_ROWS: Final = 512
 #: Rows of logits that a captured pass gives where no more are wanted: those of prompts want one.
 FEW_LOGITS: Final = 64
 #: Passes of at most so many rows, and the largest of one sequence, are captured at start, others when they first come.
@@ -61,10 +63,10 @@ class Bucket:
     has_trees: bool = False
 
     @classmethod
-    def of(cls, batch: Batch) -> Bucket | None:
+    def of(cls, batch: Batch, max_rows: int = USUAL_ROWS) -> Bucket | None:
         """The smallest bucket that holds a batch; None where it has too many rows."""
         plan = batch.plan
-        if plan.num_rows > ROW_SIZES[-1]:
+        if plan.num_rows > max_rows:
             return None
         return cls(
             ROW_SIZES[bisect_left(ROW_SIZES, plan.num_rows)],
@@ -164,12 +166,14 @@ class GraphRunner:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        max_rows: int = USUAL_ROWS,
         forward_with_states: ForwardWithStates | None = None,
         hidden_size: int = 0,
         states_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
-        ``forward_with_states``, where passes that give hidden states are captured, too.
+        ``forward_with_states``, where passes that give hidden states are captured, too. ``max_rows``: of
+        :func:`largest_rows`.
         """
         self._states_dtype = states_dtype
         self._forward = forward
@@ -178,8 +182,9 @@ class GraphRunner:
         self._capture = capture
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._max_rows = max_rows
         #: Where every captured pass leaves its logits, float32.
-        self._logits = torch.empty(ROW_SIZES[-1], vocab_size, device=device)
+        self._logits = torch.empty(max_rows, vocab_size, device=device)
         #: By choice of layers, where captured passes leave the hidden states of their rows.
         self._states: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured: dict[tuple[Bucket, tuple[int, ...]], tuple[Inputs, Callable[[], object]] | None] = {}
@@ -207,12 +212,12 @@ class GraphRunner:
         if layers and layers not in self._states:
             if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
                 return False
-            size = ROW_SIZES[-1], len(layers), self._hidden_size
+            size = self._max_rows, len(layers), self._hidden_size
             self._states[layers] = torch.empty(size, dtype=self._states_dtype, device=self._logits.device)
         return True
 
     def _replay(self, batch: Batch, layers: tuple[int, ...]) -> bool:
-        bucket = Bucket.of(batch)
+        bucket = Bucket.of(batch, self._max_rows)
         captured = None if bucket is None else self._captured_for(bucket, layers)
         if captured is None:
             return False
@@ -229,7 +234,7 @@ class GraphRunner:
         """
         if not self._has_room_for(layers):
             return
-        sizes = [size for size in ROW_SIZES if size <= self._max_model_len]
+        sizes = [size for size in ROW_SIZES if size <= min(self._max_model_len, self._max_rows)]
         self._captured_for(Bucket(sizes[-1], 1), layers)
         for num_rows in _WARM_TREES:
             self._captured_for(Bucket(num_rows, 1, has_all_logits=num_rows > FEW_LOGITS, has_trees=True), layers)
@@ -273,7 +278,7 @@ class CudaCapture:
     """Captures on one stream of its own, in memory that all graphs share, as they never run at once."""
 
     def __init__(self, device: torch.device, *, of_verdicts: bool = False) -> None:
-        """Passes differ in shapes alone, and only the first is checked; verdicts differ, and have less memory."""
+        """Passes differ in shapes alone, and only the first is checked; verdicts (and draws) have less memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -350,6 +355,11 @@ def max_bytes(device: torch.device) -> int:
     return min(_MAX_BYTES, int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
-def reserved_bytes(vocab_size: int, device: torch.device) -> int:
+def largest_rows(num_rows: int) -> int:
+    """Rows of the largest captured pass of a service whose steps have up to ``num_rows``."""
+    return next((size for size in ROW_SIZES if size >= max(num_rows, USUAL_ROWS)), ROW_SIZES[-1])
+
+
+def reserved_bytes(vocab_size: int, device: torch.device, max_rows: int = USUAL_ROWS) -> int:
     """Memory to keep free of cache blocks: for the graphs and their logits."""
-    return max_bytes(device) * (1 + _SHARE_OF_VERDICTS) // _SHARE_OF_VERDICTS + 4 * ROW_SIZES[-1] * vocab_size
+    return max_bytes(device) * (1 + _SHARE_OF_VERDICTS) // _SHARE_OF_VERDICTS + 4 * max_rows * vocab_size

@@ -315,6 +315,24 @@ def add_norm(  # noqa: PLR0917
 
 
 @triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
+def angles(positions, frequencies, cosines, sines, scaling, HALF: tl.constexpr, PADDED_HALF: tl.constexpr):  # noqa: PLR0917
+    """Cosines and sines of rotary positions, times ``scaling``. Programs: rows.
+
+    positions int64 [T]; frequencies [HALF]; cosines and sines [T, 2 HALF], both halves alike.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED_HALF)
+    frequency = tl.load(frequencies + d, mask=d < HALF, other=0.0).to(tl.float32)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    place = row * (2 * HALF) + d
+    cosine = (tl.cos(angle) * scaling).to(cosines.dtype.element_ty)
+    sine = (tl.sin(angle) * scaling).to(sines.dtype.element_ty)
+    for half in tl.static_range(2):
+        tl.store(cosines + place + half * HALF, cosine, mask=d < HALF)
+        tl.store(sines + place + half * HALF, sine, mask=d < HALF)
+
+
+@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
 def rotate_write(  # noqa: PLR0917
     qkv,
     cosines,

@@ -25,14 +25,14 @@ def multiply(  # noqa: PLR0917
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """``x`` [num_rows, IN] times ``weight`` [OUT, IN], at most TILE_M rows, to ``out`` [num_rows, OUT]. Programs: tiles
-    of outputs.
+    """``x`` [num_rows, IN] times ``weight`` [OUT, IN] to ``out`` [num_rows, OUT]. Programs: (tile of rows, tile of
+    outputs); those that read the same weights run side by side.
 
     HAS_NORM: of rows normed by their root mean square; the scale of a row is applied to its sums, since it is known
     when they are. IS_GATED: silu of the first OUT outputs times the next OUT, of 2 OUT. ADDS: to what ``out`` holds.
     """
-    m = tl.arange(0, TILE_M)
-    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     is_row = m < num_rows
     is_output = n < OUT
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)

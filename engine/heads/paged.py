@@ -18,7 +18,7 @@ from engine.adapters import adopt
 from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
-from engine.cuda.graphs import ROW_SIZES, Capture, CudaCapture, GraphRunner, reserved_bytes
+from engine.cuda.graphs import USUAL_ROWS, Capture, CudaCapture, GraphRunner, reserved_bytes
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head_cache import HeadCache, shapes_of
@@ -69,7 +69,7 @@ class PagedHead(HeadCache):
         self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
-        elif self._kernels is not None and device.type == "cuda" and not isinstance(head, MtpHead):
+        elif self._kernels is not None and device.type == "cuda" and not self._has_several_layers:
             self.use_graphs(CudaCapture(device))
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
@@ -90,10 +90,12 @@ class PagedHead(HeadCache):
         return native_head
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay passes of up to 512 rows from now on; the usual ones are captured here."""
-        assert not isinstance(self.head, MtpHead), "its layer is not captured"
-        size = self.head.config.layer.hidden_size
-        self._features = torch.zeros(ROW_SIZES[-1], size, dtype=self.head.dtype, device=self.device)
+        """Replay passes of up to 512 rows from now on; the usual ones are captured here. A prediction layer that
+        cannot be captured, as experts may not, is run as it is.
+        """
+        head = self.head
+        size = head.config.hidden_size if isinstance(head, MtpHead) else head.config.layer.hidden_size
+        self._features = torch.zeros(USUAL_ROWS, size, dtype=self.head.dtype, device=self.device)
         self._graphs = GraphRunner(
             lambda batch: self._run(batch, _OUTPUT)[0],
             capture,
@@ -105,8 +107,18 @@ class PagedHead(HeadCache):
             hidden_size=size,
             states_dtype=self.head.dtype,
         )
-        with torch.inference_mode():
-            self._graphs.warm_up(_OUTPUT)
+        try:
+            with torch.inference_mode():
+                self._graphs.warm_up(_OUTPUT)
+        except RuntimeError as error:  # it waits for the device, or does what cannot be captured
+            if not isinstance(head, MtpHead):
+                raise
+            logger.warning("the prediction layer runs without CUDA graphs: %s", error)
+            self._graphs = None
+
+    @property
+    def _has_several_layers(self) -> bool:
+        return isinstance(self.head, MtpHead) and len(self.head.layers) > 1
 
     @property
     def path(self) -> str:

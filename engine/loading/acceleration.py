@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
-from engine.cuda.graphs import AgreedCapture, CudaCapture, GraphRunner
+from engine.cuda.graphs import USUAL_ROWS, AgreedCapture, CudaCapture, GraphRunner, largest_rows
 from engine.device import has_triton
 from engine.engine import Engine
 from engine.layers import LayerShape
@@ -43,14 +43,16 @@ def choose_runner(
     reference: Reference,
     settings: ModelSettings,
     ranks: Ranks | None,
+    num_rows: int = USUAL_ROWS,
 ) -> None:
-    """Have the engine use the fastest runner that agrees with the stock model, on all ranks the same.
+    """Have the engine use the fastest runner that agrees with the stock model, on all ranks the same. Passes of
+    ``num_rows`` may come.
 
     Raises:
         ModelNotSupported: none does.
     """
     difference: str | None = None
-    for runner in runners(engine, model, shapes, settings, ranks):
+    for runner in runners(engine, model, shapes, settings, ranks, max_rows=largest_rows(num_rows)):
         engine.use(runner)
         try:
             difference = reference.difference(engine)
@@ -79,16 +81,19 @@ def runners(
     shapes: Sequence[LayerShape],
     settings: ModelSettings,
     ranks: Ranks | None,
+    *,
+    max_rows: int = USUAL_ROWS,
 ) -> Iterator[Runner]:
     """Yield the runners of an engine, the fastest first and in the same order on all ranks.
 
     On a CPU the model's linear layers are packed for all but the native decoder, which packs its own. With
     ``enforce_eager`` only runners of the model's own modules come, and its layers stay as they are. The native decoder
-    exchanges nothing with other ranks.
+    exchanges nothing with other ranks. Graphs hold passes of up to ``max_rows``.
     """
     caches = engine.pool.block_size, engine.device
     enforce_eager, num_threads, autotune = settings.enforce_eager, engine.num_threads, settings.autotune
     is_split = ranks is not None
+    graphed = partial(_with_graphs, engine, ranks=ranks, max_rows=max_rows)
     if engine.device.type == "cpu":
         if not enforce_eager:
             windows = [shape.window for shape in shapes]
@@ -105,22 +110,25 @@ def runners(
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and engine.pool.states is None and engine.added is None:
             if (fused := _of_all(ranks, fused_decoder(engine, model, shapes, autotune))) is not None:
-                yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
+                yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
                 if fused.few_rows.max_rows:  # that runner was wrong
                     fused.forget_few_rows()
-                    yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
-            yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels), ranks)
+                    yield _with_graphs(
+                        engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks, max_rows
+                    )
+            yield graphed(engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
 
 
-def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None) -> TorchRunner:
+def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_rows: int = USUAL_ROWS) -> TorchRunner:
     capture = CudaCapture(engine.device)
     runner.graphs = GraphRunner(
         runner.run_modules,
         capture if ranks is None else AgreedCapture(capture, ranks.agree),
         **engine.limits,
         device=engine.device,
+        max_rows=max_rows,
         forward_with_states=runner.run_modules_with_states,
         hidden_size=engine.hidden_size,
     )

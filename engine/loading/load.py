@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 import specdec
 from engine.adapters import adopt
 from engine.added_embeddings import AddedEmbeddings
-from engine.cuda.graphs import reserved_bytes
+from engine.cuda.graphs import largest_rows, reserved_bytes
 from engine.device import resolve_device
 from engine.engine import Engine
 from engine.layers import PAGED, record_layers
@@ -147,7 +147,7 @@ def _load(
             mixers=mixers,
         )
         if not settings.enforce_eager:
-            activation_bytes += reserved_bytes(vocab_size, device)
+            activation_bytes += reserved_bytes(vocab_size, device, largest_rows(largest.num_rows))
     num_blocks, num_slots, max_model_len = size_cache(
         settings,
         shapes,
@@ -185,7 +185,7 @@ def _load(
         num_slots=num_slots,
         added=AddedEmbeddings(model) if reads_more else None,
     )
-    choose_runner(engine, model, shapes, reference=reference, settings=settings, ranks=ranks)
+    choose_runner(engine, model, shapes, reference=reference, settings=settings, ranks=ranks, num_rows=largest.num_rows)
     if (
         device.type == "cpu"
         and not rounded

@@ -8,6 +8,7 @@ survivors.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,6 +96,18 @@ class RowLimits:
         )
 
 
+class WeightKernels(Protocol):
+    """What weighs tokens in place of torch: :mod:`engine.cuda.choices`."""
+
+    def weights(self, logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+        """:func:`_weights`."""
+        ...
+
+    def mass(self, logits: Tensor, top: Tensor, temperature: Tensor, min_p: Tensor | None) -> Tensor:
+        """:func:`_mass`."""
+        ...
+
+
 def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribution:
     """Distributions of rows with temperature > 0: edited logits float32 [R, V] in.
 
@@ -116,10 +129,11 @@ def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribu
     return of_candidates(logits, RowLimits.of(rows, few, logits.shape[1], logits.device), few)
 
 
-def untruncated(logits: Tensor, temperature: Tensor) -> Distribution:
+def untruncated(logits: Tensor, temperature: Tensor, kernels: WeightKernels | None = None) -> Distribution:
     """All tokens of each row: edited logits float32 [R, V] and float64 [R, 1] in."""
     top = logits.amax(-1, keepdim=True)  # [R, 1]
-    return Distribution(_weights(logits, top, temperature), None, _valid(top), logits.shape[1])
+    weigh = _weights if kernels is None else kernels.weights
+    return Distribution(weigh(logits, top, temperature), None, _valid(top), logits.shape[1])
 
 
 def _counts_survivors(logits: Tensor) -> bool:
@@ -127,14 +141,14 @@ def _counts_survivors(logits: Tensor) -> bool:
     return logits.device.type == "cpu"
 
 
-def of_candidates(logits: Tensor, limits: RowLimits, width: int) -> Distribution:
+def of_candidates(logits: Tensor, limits: RowLimits, width: int, kernels: WeightKernels | None = None) -> Distribution:
     """:func:`head` without the order of all tokens: ``topk`` chooses among equal logits as it likes, so the row is
     complete if none of those that equal the last of the head survives.
     """
     values, ids = logits.topk(width, dim=-1)
     order = _keys(values, ids).argsort(dim=-1, descending=True)
     values, ids = values.gather(1, order), ids.gather(1, order)
-    found = _survivors(logits, values, ids, limits)
+    found = _survivors(logits, values, ids, limits, kernels)
     at_the_edge = (found.weights > 0) & (values == values[:, -1:])
     return replace(found, complete=~at_the_edge.any(-1))
 
@@ -165,7 +179,9 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
     return _survivors(logits, *_largest(logits, width), RowLimits.of(rows, width, logits.shape[1], logits.device))
 
 
-def _survivors(logits: Tensor, values: Tensor, ids: Tensor, limits: RowLimits) -> Distribution:
+def _survivors(
+    logits: Tensor, values: Tensor, ids: Tensor, limits: RowLimits, kernels: WeightKernels | None = None
+) -> Distribution:
     """Those of the most likely tokens [R, W], in order."""
     num_tokens, width = logits.shape[1], values.shape[1]
     top = logits.amax(-1, keepdim=True)  # [R, 1]; not the first of the head, which may hide a NaN
@@ -177,10 +193,8 @@ def _survivors(logits: Tensor, values: Tensor, ids: Tensor, limits: RowLimits) -
     if limits.top_p is not None:
         total = weights.sum(-1, keepdim=True)
         if not limits.mass_is_seen:  # that of rows that top-k does not bound lies beyond the head, too
-            all_weights = _weights(logits, top, limits.temperature)
-            if limits.min_p is not None:
-                all_weights *= all_weights >= limits.min_p
-            whole = all_weights.sum(-1, keepdim=True)
+            weigh = _mass if kernels is None else kernels.mass
+            whole = weigh(logits, top, limits.temperature, limits.min_p)
             total = whole if limits.top_k is None else torch.where(limits.top_k <= width, total, whole)
         before = weights.cumsum(-1) - weights
         weights = weights * ((before < limits.top_p * total) | (limits.top_p >= 1))
@@ -191,6 +205,14 @@ def _weights(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """exp((logit - top) / T) in float64, 0 in rows whose top is not finite; ``top`` and ``temperature`` [R, 1]."""
     safe = torch.where(_valid(top)[:, None], top, torch.inf).double()  # -inf - inf is -inf, so every weight is 0
     return logits.double().sub_(safe).div_(temperature).exp_()
+
+
+def _mass(logits: Tensor, top: Tensor, temperature: Tensor, min_p: Tensor | None) -> Tensor:
+    """Sums of the weights of all tokens, of those that are at least ``min_p``: float64 [R, 1]."""
+    weights = _weights(logits, top, temperature)
+    if min_p is not None:
+        weights *= weights >= min_p
+    return weights.sum(-1, keepdim=True)
 
 
 def _valid(top: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -56,13 +56,18 @@ class _DraftKind(NamedTuple):
         return cls(sampling, sampling.shares_noise and state.truncates)
 
 
-def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
+#: Draws a token of each of some rows that are drawn alike, whose logits are edited.
+DrawAlike: TypeAlias = Callable[[DraftSampling, Tensor, Rows], Drafted]
+
+
+def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], alike: DrawAlike | None = None) -> Drafted:
     """Draw one token per row of ``logits`` (float32 [R, V]); ``rules`` are those of the rows. Nothing syncs on CUDA.
 
     How a row is drawn is its rule's :class:`~specdec.rules.DraftSampling`. FROM_Q draws from the quantised top of q,
     which comes with the token. If all tokens of a row are masked, it gets a token that the target will reject. The rows
-    of the next step are ``rows.extended(drafted.token_ids)``.
+    of the next step are ``rows.extended(drafted.token_ids)``. ``alike``: what draws in place of :func:`draft_alike`.
     """
+    alike = alike or draft_alike
     logits = edited(logits, rows)
     of_kind: dict[_DraftKind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
@@ -70,7 +75,7 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     count = max(1, MAX_NUMBERS // logits.shape[1])
     parts = [(kind, own[i : i + count]) for kind, own in of_kind.items() for i in range(0, len(own), count)]
     if len(parts) == 1:
-        return _draft_alike(parts[0][0].sampling, logits, rows)
+        return alike(parts[0][0].sampling, logits, rows)
 
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     width = sparse.max_tokens(logits.shape[1])
@@ -78,7 +83,7 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if sends_q else (None, None)
     for kind, indices in parts:
         at = send(indices, logits.device)
-        part = _draft_alike(kind.sampling, logits.index_select(0, at), rows.select(indices))
+        part = alike(kind.sampling, logits.index_select(0, at), rows.select(indices))
         for whole, values in (
             (token_ids, part.token_ids),
             (q_token_ids, part.q_token_ids),
@@ -131,7 +136,8 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
     return chains
 
 
-def _draft_alike(sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
+def draft_alike(sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
+    """Draw a token of each row by torch's operations; the logits are edited."""
     match sampling:
         case DraftSampling.ARGMAX:
             return Drafted(logits.argmax(-1))
@@ -150,19 +156,28 @@ def _draft_with_shared_noise(logits: Tensor, rows: Rows) -> Drafted:
 
 
 def _draft_from_q(logits: Tensor, rows: Rows) -> Drafted:
-    width = sparse.max_tokens(logits.shape[1])
     # Top-p is a share of what top-k keeps, and that may be more than a row can name.
-    q = head(logits, rows, max(width, *(state.params.top_k for state in rows.states)))
+    q = head(logits, rows, max(sparse.max_tokens(logits.shape[1]), *(state.params.top_k for state in rows.states)))
+    return drawn_from_q(q, send(draft_uniforms(rows), logits.device, torch.float64))
+
+
+def draft_uniforms(rows: Rows) -> list[list[float]]:
+    """Of each row the number its token is drawn from q with, [R, 1]."""
+    return [
+        state.uniforms(Stream.DRAFT, base, [position - base])
+        for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
+    ]
+
+
+def drawn_from_q(q: Distribution, u: Tensor) -> Drafted:
+    """Draw from the quantised top of q, whose tokens stand in order; ``u`` float64 [R, 1] in (0, 1)."""
+    width = sparse.max_tokens(q.num_tokens)
     assert q.token_ids is not None
     q = Distribution(q.weights[:, :width], q.token_ids[:, :width], q.valid, q.num_tokens)
     assert q.token_ids is not None
     token_ids, order = q.token_ids.sort(-1)  # drawn in the order of the wire
     weights = quantized(q).gather(1, order)
-    u = [
-        state.uniforms(Stream.DRAFT, base, [position - base])
-        for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
-    ]
-    columns = draw_quantized(weights, send(u, logits.device, torch.float64))
+    columns = draw_quantized(weights, u)
     return Drafted(token_ids.gather(1, columns[:, None]).squeeze(1), token_ids, weights)
 
 

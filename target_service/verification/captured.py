@@ -236,7 +236,7 @@ class GpuVerdicts:
                     parts = _parts(buffer, shape, torch.float64)
                     parts.temperature.fill_(1.0)
                     out = torch.zeros(3, shape.num_rounds, dtype=torch.float64, device=self._device)
-                    replay = self._capture(lambda: _compute(logits, parts, shape, out))
+                    replay = self._capture(lambda: _compute(logits, parts, shape, out, self._choices))
             except RuntimeError as error:  # there is no memory, or something in it cannot be captured
                 logger.warning("verdicts on %d rows run without a CUDA graph: %s", shape.num_rows, error)
                 return None
@@ -322,7 +322,7 @@ def _fill(parts: _Parts, rounds: Sequence[Round]) -> None:
             parts.q_ids[b, i, : len(ids)], parts.q_weights[b, i, : len(ids)] = ids, weights
 
 
-def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor) -> None:
+def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor, kernels: Any) -> None:
     """What is captured: from the logits of padded chains, float32 [R, V], to the result."""
     steps = torch.arange(shape.num_drafts + 1, device=logits.device)
     firsts = torch.arange(shape.num_rounds, device=logits.device)[:, None] * (shape.num_drafts + 1)
@@ -331,9 +331,9 @@ def _compute(logits: Tensor, parts: _Parts, shape: Shape, out: Tensor) -> None:
     temperature = parts.temperature[:, None]
     if shape.truncates:
         limits = RowLimits(temperature, parts.min_p[:, None], parts.top_k[:, None], parts.top_p[:, None])
-        target = distribution.of_candidates(logits, limits, distribution.NUM_CANDIDATES)
+        target = distribution.of_candidates(logits, limits, distribution.NUM_CANDIDATES, kernels)
     else:
-        target = distribution.untruncated(logits, temperature)
+        target = distribution.untruncated(logits, temperature, kernels)
     given: Any = _StagedInput(parts, drafts, target)
     end, next_token = VERIFY[shape.rule](given)
     valid = target.valid[drafts.row_at(end)].double()

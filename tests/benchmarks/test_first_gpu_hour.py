@@ -125,7 +125,8 @@ def test_steps_are_taken_up_where_they_ended(
     """Results stay, what failed is run again, and the report is written after every step."""
     run, ended = [], {"passes-tiny": "below its bar", "chaos": "FAILED"}
 
-    def run_apart(name: str, folder: Path, argv: object) -> object:
+    def run_apart(name: str, folder: Path, argv: object, limit_s: float) -> object:
+        assert limit_s == first_gpu_hour.STEP_S
         run.append(name)
         return first_gpu_hour.write_result(folder, name, "| done", state=ended.get(name, "passed"), seconds=1, data={})
 
@@ -141,14 +142,33 @@ def test_steps_are_taken_up_where_they_ended(
     assert "| passes-tiny | below its bar | 1 | / done |" in (tmp_path / "report.md").read_text()
 
 
+def test_a_call_ends_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step gets what is left, and a minute at least."""
+    limits, now = [], [0.0]
+
+    def run_apart(name: str, folder: Path, argv: object, limit_s: float) -> object:
+        limits.append(limit_s)
+        now[0] += 250
+        return first_gpu_hour.write_result(folder, name, "", state="passed", seconds=1, data={})
+
+    monkeypatch.setattr(first_gpu_hour, "run_apart", run_apart)
+    monkeypatch.setattr(first_gpu_hour.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("sys.argv", arguments(tmp_path, "--seconds", "800"))
+    assert first_gpu_hour.main() == 1
+    assert limits == [540, 540, 300]
+    assert first_gpu_hour.main() == 1
+    assert limits == [540, 540, 300] * 2
+    assert first_gpu_hour.main() == 0
+    assert len(limits) == len(NAMES)
+
+
 def test_a_step_that_hangs_is_killed_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here ``python`` starts another process and waits."""
     script = tmp_path / "python"
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nwait\n")
     script.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(script))
-    monkeypatch.setattr(first_gpu_hour, "STEP_S", 0.5)
-    found = first_gpu_hour.run_apart("identity", tmp_path, ())
+    found = first_gpu_hour.run_apart("identity", tmp_path, (), 0.5)
     assert (found["state"], found["verdict"]) == ("FAILED", "it took more than 0.5 s; see identity.log")
     child = int((tmp_path / "pid").read_text())
     with suppress(psutil.NoSuchProcess):
@@ -156,7 +176,7 @@ def test_a_step_that_hangs_is_killed_with_all_it_started(monkeypatch: pytest.Mon
 
 
 def test_a_step_that_ends_without_a_verdict_has_failed(tmp_path: Path) -> None:
-    found = first_gpu_hour.run_apart("no such step", tmp_path, [str(tmp_path), *TINY.split()])
+    found = first_gpu_hour.run_apart("no such step", tmp_path, [str(tmp_path), *TINY.split()], 60)
     assert found["verdict"] == "it ended with status 2; see no such step.log"
     assert "no such step is no step; the steps are environment, " in (tmp_path / "no such step.log").read_text()
 

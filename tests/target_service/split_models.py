@@ -108,7 +108,9 @@ def use_graphs(place: Place) -> None:
     """Have split models replay passes, as they do on GPUs."""
     original = acceleration.runners
 
-    def runners(engine: Engine, model: Any, shapes: Any, settings: ModelSettings, ranks: Any) -> Iterator[Any]:
+    def runners(
+        engine: Engine, model: Any, shapes: Any, settings: ModelSettings, ranks: Any, **_: Any
+    ) -> Iterator[Any]:
         if ranks is None:
             yield from original(engine, model, shapes, settings, ranks)
         kernels = acceleration.native_attention()

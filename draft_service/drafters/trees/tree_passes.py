@@ -103,13 +103,16 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
 def _candidates(
     logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Children of every row and their log q; by the native kernels on a CPU, if they are available."""
+    """Children of every row and their log q; by the native kernels on a CPU, if they are available. A GPU is waited for
+    once.
+    """
     if logits.device.type == "cpu" and logits.dtype is float32 and logits.is_contiguous():
         kernels = library.load()
         if kernels is not None and all(map(knows, rows.states)):
             return likeliest(kernels, logits, rows, rules, min(count, logits.shape[1]))
     token_ids, logprobs = candidates(logits, rows, rules, count)
-    return token_ids.tolist(), logprobs.tolist()
+    ids, values = torch.stack([token_ids.double(), logprobs]).tolist()
+    return [[int(token_id) for token_id in row] for row in ids], values
 
 
 def _rows_of(

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import torch
 
+from engine.chains import drawn
 from engine.engine import Segment
 from engine.loading.load import load_engine
-from engine.sampling.drafting import collect, draft
+from engine.sampling.drafting import collect
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
@@ -97,7 +98,7 @@ def decide(logits: torch.Tensor, device: torch.device) -> list[object]:
     rows, steps = Rows.after(states), []
     for step in range(_DRAFTS):
         noise = torch.randn(len(kinds), logits.shape[1], generator=generator).to(device)
-        steps.append(draft(target[step :: _DRAFTS + 1] + 0.3 * noise, rows, rules))
+        steps.append(drawn(target[step :: _DRAFTS + 1] + 0.3 * noise, rows, rules))
         rows = rows.extended(steps[-1].token_ids)
     chains = collect(steps)
     rounds = [

@@ -50,16 +50,17 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             compiled = self.kernel.warmup(*args, grid=grid, **options)
-            found = len(compiled.asm["cubin"]), compiled.metadata.shared, value_dim, compiled.hash
+            is_hopper = "wgmma" in compiled.asm["ptx"]
+            found = len(compiled.asm["cubin"]), compiled.metadata.shared, is_hopper, value_dim, compiled.hash
             print(Driver.capability, dtype, self.kernel.__name__, *found)
 
         return launch
 
 
-NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
+NAMES = ("attend", "join", "write", "move", "add_norm", "angles", "rotate_write", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
-for name in ("choose", "walk", "forbid"):
+for name in ("choose", "walk", "forbid", "weigh"):
     setattr(choice_kernels, name, Compiled(getattr(choice_kernels, name)))
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
@@ -91,16 +92,20 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             float8.launch_rounding(x, 1024, is_gated=True)
             float8.launch_rounding(x, 128)
             norm_rounded(x, x, x[0], 1e-5, 2048)
-    for num_rows in (2, 5, 16):  # compiled once for all
+    for num_rows in (2, 5, 16, 100, 500):  # compiled once for few, and once for more
         x, weight = torch.empty(num_rows, 512, dtype=dtype), torch.empty(256, 512, dtype=dtype)
         gated = few_rows.Product(weight, x[0], x[0], is_gated=True)
-        for tiles in few_rows.TILES[:3]:
+        for tiles in few_rows.TILES[:3] if num_rows <= 16 else few_rows.LARGE_TILES:
             few_rows.multiply(x, gated, 1e-5, tiles)
         few_rows.multiply(x, few_rows.Product(weight, adds=True), 1e-5, tiles, x[:, :256].contiguous())
     for count in (1, 2):  # whatever the batch, they are compiled once
         masks = [None, torch.zeros(5, 4000 + count, dtype=torch.int32)]
         walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5, own) for own in masks[:count]]
         choices.walk(torch.empty(5, 128_256), walks, 128_000 + count)
+        logits, rows = torch.empty(4 + count, 128_000 + count), torch.empty(4 + count, 1, dtype=torch.float64)
+        choices.weights(logits, rows.float(), rows)
+        for min_p in (None, rows):
+            choices.mass(logits, rows.float(), rows, min_p)
         choices.forbid(torch.empty(5, 128_256), range(5), masks[1:], 128_000 + count)
 """
 
@@ -133,14 +138,15 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     for capability, dtype, name, *_ in lines:
         compiled[capability, dtype].add(name)
     assert all(names >= {"attend", "join", "write", "move"} for names in compiled.values())
-    assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
+    assert any(names >= {"add_norm", "angles", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
     for name, count in (
         ("choose", num_gpus),
         ("walk", num_gpus),
         ("forbid", num_gpus),
-        ("multiply", 4 * len(compiled)),
+        ("weigh", 3 * num_gpus),
+        ("multiply", (4 + 3) * len(compiled)),
     ):
         variants = {line[-1] for line in lines if line[2] == name}
         assert len(variants) == count, "compiled once for any batch"
@@ -148,6 +154,8 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     joins = [line for line in lines if line[2] == "join"]
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
+    on_hopper = {(line[0], line[2]) for line in lines if line[5] == "True"}
+    assert on_hopper == {("90", "attend"), ("90", "multiply")}, "they use its tensor cores"
     for capability, dtype, name, num_bytes, shared, *_ in lines:
         assert int(num_bytes) > 1000
         # Tiles of products that do not fit a GPU are not chosen there.

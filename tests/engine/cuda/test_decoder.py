@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from engine.compaction import Kept
 from engine.cuda import attention, decoder, few_rows, float8, float8_kernels, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder, unknown
+from engine.cuda.few_rows import FewRows, TileChoice
 from engine.cuda.float8 import Float8Linear, launch_rounding, round_rows
 from engine.cuda.graphs import GraphRunner
-from engine.cuda.sync import NoSync
 from engine.engine import Engine, Segment
 from engine.grouped_weight import GroupedWeight
 from engine.loading import acceleration
 from tests.engine.conftest import build
-from tests.engine.cuda.launches import Counted, Launches
+from tests.engine.cuda.launches import Counted, Launches, rerun
 from tests.engine.quantised.test_gpu_weights import scaled_mm
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -40,11 +40,11 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
         fused: list[Any] = []
 
-        def runners(engine: Engine, model: Any, shapes: Any, *_: Any) -> Any:
+        def runners(engine: Engine, model: Any, shapes: Any, *_: Any, **__: Any) -> Any:
             fused.append(acceleration.fused_decoder(engine, model, shapes))
             if has_few_rows:
                 fused[0].choose_few_rows(lambda calls: 1.0, "always")
-                assert fused[0].few_rows.max_rows == 64
+                assert fused[0].few_rows.max_rows == 512
             if fused[0] is not None:
                 yield engine.torch_runner("fused cuda graphs", attention, fused[0])
             yield engine.torch_runner("torch attention")
@@ -79,11 +79,6 @@ def test_replayed_passes_leave_logits_and_hidden_states(
     plain = load_engine("llama", device=DEVICE, enforce_eager=True)
     if DEVICE == "cpu":
         fused_runner: Any = engine.runner
-
-        def rerun(run: Callable[[], object]) -> Callable[[], object]:
-            with NoSync("cpu"):
-                run()
-            return run
 
         fused_runner.graphs = GraphRunner(
             fused_runner.run_modules,
@@ -204,10 +199,16 @@ def test_weights_in_e4m3_are_multiplied_by_rounded_rows(group: int | None, monke
     assert unknown(model, caches) == "linear layers that are neither plain nor quantised alike"
 
 
+#: Of each product (queries, keys and values; output; gate and up; down) up to how many rows it takes one launch.
+Rows = tuple[int, int, int, int]
+
+
 def launches_of(
-    num_layers: int, *, is_fused: bool, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch, is_float8: bool = False
+    num_layers: int, monkeypatch: pytest.MonkeyPatch, fused_rows: Rows | None, num_rows: int, *, is_float8: bool = False
 ) -> int:
-    """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
+    """Of a step in bfloat16 over a text that is split; kernels of our own are counted and not run. ``fused_rows`` None:
+    by the modules.
+    """
     from engine.batch import build_batch
     from engine.kv_pool import KVPool
     from engine.layers import PAGED, allocate_caches, record_layers
@@ -217,25 +218,32 @@ def launches_of(
     model = build("llama", num_hidden_layers=num_layers).bfloat16()
     shapes, vocab_size = record_layers(model, num_layers, cpu)
     model.set_attn_implementation(PAGED)
-    caches = allocate_caches(shapes, 40, 16, cpu)
+    caches = allocate_caches(shapes, 50, 16, cpu)
     if is_float8:
         to_float8(model)
     modules = ModelModules(model, shapes, caches, device=cpu)
-    sequence = KVPool(40, 16).open(600)
+    sequence = KVPool(50, 16).open(800)
     sequence.length = 560
-    batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=600)
+    batch = build_batch([Segment(sequence, [1] * num_rows, 1)], block_size=16, vocab_size=vocab_size, max_model_len=800)
 
     with Launches() as launches, torch.inference_mode():
-        for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
+        for name in ("attend", "join", "write", "add_norm", "angles", "rotate_write", "silu_multiply"):
             monkeypatch.setattr(kernels, name, Counted(name, launches))
         monkeypatch.setattr(linear_kernels, "multiply", Counted("multiply", launches))
         monkeypatch.setattr(float8_kernels, "round_rows", Counted("round_rows", launches))
         monkeypatch.setattr(decoder, "round_rows", launch_rounding)
         monkeypatch.setattr(float8, "round_rows", launch_rounding)
-        monkeypatch.setattr(few_rows, "_is_right", lambda *_: True)
-        if is_fused:
+        monkeypatch.setattr(attention, "_programs_of", lambda device: 528)
+        if fused_rows is not None:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
-            if has_few_rows:
+            monkeypatch.setattr(
+                few_rows,
+                "choose",
+                lambda layers, *_, **__: FewRows(
+                    {product.shape: TileChoice(most) for product, most in zip(layers[0], fused_rows, strict=True)}
+                ),
+            )
+            if any(fused_rows):
                 fused.choose_few_rows(lambda calls: 1.0, "always")
             launches.counts.clear()
             fused.logits(batch)
@@ -245,26 +253,30 @@ def launches_of(
     return launches.counts.total()
 
 
-def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Forty a layer by transformers' modules, ten fused, seven of few rows, eleven in e4m3; the rest of a step is 21
-    and 14.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = []
-    kinds = (
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (False, False, True),
-        (True, False, True),
-    )
-    for is_fused, has_few_rows, is_float8 in kinds:
-        two, three = (
-            launches_of(n, is_fused=is_fused, has_few_rows=has_few_rows, is_float8=is_float8, monkeypatch=monkeypatch)
-            for n in (2, 3)
-        )
-        found.append((three - two, two - 2 * (three - two)))
-    assert found == [(40, 21), (10, 14), (7, 14), (47, 21), (11, 14)]
+@pytest.mark.parametrize(
+    ("fused_rows", "num_rows", "is_float8", "expected"),
+    [
+        (None, 1, False, (40, 21)),
+        ((0, 0, 0, 0), 1, False, (10, 5)),
+        ((64, 64, 64, 64), 64, False, (7, 5)),
+        ((64, 64, 64, 64), 65, False, (10, 5)),
+        ((64, 64, 128, 64), 65, False, (8, 5)),
+        ((128, 64, 512, 64), 128, False, (7, 5)),
+        ((512, 512, 512, 512), 128, False, (7, 5)),
+        (None, 1, True, (47, 21)),
+        ((0, 0, 0, 0), 1, True, (11, 5)),
+    ],
+)
+def test_launches_of_a_step(
+    fused_rows: Rows | None,
+    num_rows: int,
+    is_float8: bool,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer, and the rest of a step: above 64 rows eight where gate and up take one launch."""
+    two, three = (launches_of(n, monkeypatch, fused_rows, num_rows, is_float8=is_float8) for n in (2, 3))
+    assert (three - two, two - 2 * (three - two)) == expected
 
 
 @pytest.mark.parametrize(("size", "group"), [(48, 48), (384, 128)])
@@ -278,6 +290,19 @@ def test_rows_are_rounded_as_by_torch(size: int, group: int, is_gated: bool) -> 
     torch.testing.assert_close(found.scales, wanted.scales)
     assert (found.codes.float() != wanted.codes.float()).float().mean() < 0.05
     assert (found.codes.float().abs() <= wanted.codes.float().abs() * 1.2).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn"])
+def test_angles_are_those_of_the_module(name: str) -> None:
+    """At the far end of a long text, too."""
+    model: Any = build(name).to(DEVICE)
+    fused = FusedDecoder(model, [(torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8))] * 2, [None, None])
+    positions = torch.tensor([0, 1, 37, 4095, 131_071], device=DEVICE)
+    x = torch.empty(5, 48, device=DEVICE)
+    wanted = model.model.rotary_emb(x[None], positions[None])
+    found = fused._angles(x, positions)  # noqa: SLF001
+    for own, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, theirs[0], atol=1e-6, rtol=0)
 
 
 def test_numbers_are_rounded_where_the_modules_round_them() -> None:

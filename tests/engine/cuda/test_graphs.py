@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,19 @@ from engine.batch import Batch, build_batch
 from engine.chain_job import ChainJob
 from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
-from engine.cuda.graphs import ROW_SIZES, AgreedCapture, Bucket, CudaCapture, GraphRunner, Inputs
-from engine.cuda.sync import HostWaits, NoSync
+from engine.cuda.graphs import (
+    ROW_SIZES,
+    AgreedCapture,
+    Bucket,
+    CudaCapture,
+    GraphRunner,
+    Inputs,
+    largest_rows,
+    reserved_bytes,
+)
+from engine.cuda.sync import HostWaits
 from engine.engine import Engine, Segment
+from engine.heads.files.checkpoint import read_head
 from engine.heads.paged import PagedHead
 from engine.kv_pool import KVPool
 from engine.kv_sequence import KVSequence
@@ -30,17 +41,12 @@ from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import ModelSettings
+from tests.engine.cuda.launches import rerun
+from tests.engine.heads.mtp_targets import write_mtp_target
 from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
 from tests.engine.paged import random_tree
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def rerun(run: Callable[[], object]) -> Callable[[], object]:
-    """Stands in for a capture on a CPU: a function that would wait for the device is refused, too."""
-    with NoSync("cpu"):
-        run()
-    return run
 
 
 Load = Callable[..., Engine]
@@ -50,7 +56,7 @@ Load = Callable[..., Engine]
 def load_captured(load_engine: Load) -> Load:
     """Loads an engine that replays graphs: real ones on a GPU."""
 
-    def load(name: str, capture: graphs.Capture = rerun) -> Engine:
+    def load(name: str, capture: graphs.Capture = rerun, max_rows: int = 512) -> Engine:
         engine = load_engine(name, device=DEVICE, enforce_eager=DEVICE == "cpu", kv_cache_memory_bytes=200_000)
         if DEVICE == "cpu":
             engine.runner.graphs = GraphRunner(
@@ -62,6 +68,7 @@ def load_captured(load_engine: Load) -> Load:
                 device=engine.device,
                 forward_with_states=engine.runner.run_modules_with_states,
                 hidden_size=engine.hidden_size,
+                max_rows=max_rows,
             )
         assert engine.runner.graphs is not None
         return engine
@@ -85,13 +92,21 @@ def batch_of(num_rows: int, num_sequences: int, num_logits: int = 0, *, is_tree:
     return Batch(plan, rows[None], rows[:num_logits], [], [])
 
 
-@given(num_rows=st.integers(1, 600), num_sequences=st.integers(1, 600), share=st.floats(0, 1), is_tree=st.booleans())
+@given(
+    num_rows=st.integers(1, 1100),
+    num_sequences=st.integers(1, 600),
+    share=st.floats(0, 1),
+    is_tree=st.booleans(),
+    limit=st.integers(1, 2000),
+)
 def test_a_bucket_is_the_smallest_that_holds_the_batch(
-    num_rows: int, num_sequences: int, share: float, is_tree: bool
+    num_rows: int, num_sequences: int, share: float, is_tree: bool, limit: int
 ) -> None:
-    num_logits = int(num_rows * share)
-    bucket = Bucket.of(batch_of(num_rows, num_sequences, num_logits, is_tree=is_tree))
-    if num_rows > 512:
+    """Services whose steps are larger have larger ones."""
+    num_logits, max_rows = int(num_rows * share), largest_rows(limit)
+    assert min(max(512, limit), 1024) <= max_rows <= max(512, 4 / 3 * limit)
+    bucket = Bucket.of(batch_of(num_rows, num_sequences, num_logits, is_tree=is_tree), max_rows)
+    if num_rows > max_rows:
         assert bucket is None
         return
     assert bucket is not None
@@ -99,6 +114,14 @@ def test_a_bucket_is_the_smallest_that_holds_the_batch(
     assert num_sequences <= bucket.num_sequences < 2 * num_sequences
     assert num_logits <= bucket.num_logits <= max(64, bucket.num_rows)
     assert bucket.has_trees is is_tree
+
+
+def test_logits_of_larger_passes_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "max_bytes", lambda device: 4000)
+    assert [reserved_bytes(100, torch.device("cpu"), *more) for more in ((), (1024,))] == [
+        5000 + 4 * 512 * 100,
+        5000 + 4 * 1024 * 100,
+    ]
 
 
 def test_a_batch_is_padded_to_its_bucket() -> None:
@@ -224,14 +247,20 @@ def test_warming_up_captures_every_small_bucket_and_touches_no_session(
     assert Bucket(128, 1) in found, "as long as a sequence may be"
 
 
-def test_what_no_graph_holds_runs_without(load_captured: Load, tools: SimpleNamespace) -> None:
-    engine = load_captured("llama_long")
+@pytest.mark.parametrize("max_rows", [512, 640])
+def test_what_no_graph_holds_runs_without(max_rows: int, load_captured: Load, tools: SimpleNamespace) -> None:
+    engine, plain = load_captured("llama_long", max_rows=max_rows), load_captured("llama_long")
     runner = engine.runner.graphs
     assert runner is not None
-    before = runner.buckets
-    segments = [Segment(engine.pool.open(300), tools.random_ids(n, seed=5), n) for n in (300, 213)]
-    assert len(engine.forward(segments)) == 513
-    assert runner.buckets == before
+    if DEVICE != "cpu":
+        runner._max_rows, runner._logits = max_rows, torch.empty(max_rows, tools.vocab, device=DEVICE)  # noqa: SLF001
+    before, found = len(runner.buckets), []
+    for own in (engine, plain):
+        segments = [Segment(own.pool.open(300), tools.random_ids(n, seed=5), n) for n in (300, 213)]
+        found.append(own.forward(segments).cpu())
+        assert len(found[-1]) == 513
+    assert len(runner.buckets) - before == (max_rows == 640)
+    close(*found)
 
 
 @pytest.mark.parametrize("name", ["llama_long", "mistral_long"])
@@ -413,10 +442,18 @@ def test_a_closed_engine_frees_its_memory_at_once(load_captured: Load) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("build_head", [eagle, eagle3])
-def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def mtp(folder: Path, family: str = "mimo") -> Any:
+    """A prediction layer."""
+    write_mtp_target(folder, family)
+    return read_head(folder, folder, method="mtp")
+
+
+@pytest.mark.parametrize("build_head", [eagle, eagle3, mtp])
+def test_draft_heads_are_replayed(
+    build_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Chains of several sessions, prompts of several lengths among them, are those of the head's module."""
-    head = build_head().to(DEVICE)
+    head = (build_head(tmp_path) if build_head is mtp else build_head()).to(DEVICE)
     kernels = acceleration.triton_attention() if DEVICE != "cpu" else acceleration.native_attention()
     drafted = []
     for is_captured in (True, False):
@@ -446,3 +483,17 @@ def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: py
             assert [sequence.length for sequence in sequences] == [4, 42, 6, 10]
     assert [chain.token_ids for chain in drafted[0]] == [chain.token_ids for chain in drafted[1]]
     assert [len(chain.token_ids) for chain in drafted[0]] == [0, 3, 1, 4] * 2
+
+
+def test_a_prediction_layer_that_cannot_be_captured_runs_as_it_is(tmp_path: Path) -> None:
+    """What else cannot be captured is a fault."""
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    settings = ModelSettings(model="head", enforce_eager=True, kv_cache_memory_bytes=1 << 20)
+    paged = PagedHead(mtp(tmp_path).to(DEVICE), settings, 200)
+    paged.use_graphs(capture)
+    assert paged._graphs is None  # noqa: SLF001
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        PagedHead(eagle().to(DEVICE), settings, 200).use_graphs(capture)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from draft_service.drafters.trees.tree_passes import TreeJob, draft_trees
 from engine.batch import build_batch
 from engine.chains import ChainJob, draft_chains
 from engine.compaction import Kept, move_entries, moves_of
@@ -33,6 +34,7 @@ from engine.sampling.state import SamplingState
 from engine.sampling.transfer import send
 from specdec.params import SamplingParams
 from specdec.rules import Rule
+from specdec.tree_shape import TreeShape
 from specdec.types import SessionSpec
 from target_service.step import ScheduledSequence, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
@@ -144,7 +146,7 @@ def on_gpu(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> GpuVerdicts:
 
         return replay
 
-    for name in ("choose", "walk", "forbid"):
+    for name in ("choose", "walk", "forbid", "weigh"):
         monkeypatch.setattr(choice_kernels, name, Counted(name, launches))
     return GpuVerdicts(choices, capture, META)
 
@@ -240,6 +242,19 @@ def test_a_draft_waits_once() -> None:
         chains = draft_chains(model, jobs)
     assert watch.num_fetched == 1
     assert [len(chain.token_ids) for chain in chains] == [job.num_tokens for job in jobs]
+
+
+def test_a_drafted_tree_waits_once_a_level() -> None:
+    """Which tokens have children is decided on the host."""
+    model: Any = Model()
+    jobs = [
+        TreeJob(model.pool.open(30), PROMPT, TreeShape(top_k=2, depth=3), 12, state, rule)
+        for state, rule in every_state()
+    ]
+    with Watch() as watch:
+        trees = draft_trees(model, jobs, lambda: [False] * len(jobs))
+    assert watch.num_fetched == 3
+    assert all(tree.token_ids for tree in trees)
 
 
 def test_hidden_states_are_fetched_while_the_device_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

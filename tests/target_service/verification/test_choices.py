@@ -14,15 +14,17 @@ from engine.cuda import choice_kernels, choices, graphs
 from engine.cuda.sync import NoSync
 from engine.native import library
 from engine.sampling import distribution
+from engine.sampling.distribution import untruncated
 from engine.sampling.sparse import pack
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from target_service.verification import verifier
+from target_service.verification import captured, verifier
 from target_service.verification.captured import GpuVerdicts, Kind
 from target_service.verification.rounds import Round
 from target_service.verification.tensor_verifier import verify_with_tensors
 from target_service.verification.verifier import Verifier, checked
+from tests.engine.cuda.launches import Counted, Launches
 from tests.engine.paged import random_tree
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -202,3 +204,44 @@ def test_a_verifier_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     own.warm_up(torch.device("cuda"), V, 0)
     assert own.verify(logits, [Round(state, Rule.BLOCK, 0)]) == before
     assert used == ["kernels"]
+
+
+@pytest.mark.parametrize("min_p", [None, 0.3])
+def test_tokens_weigh_what_torch_says(min_p: float | None) -> None:
+    """A part of the columns of more rows; some without a token, some that are no numbers."""
+    logits = 3 * torch.randn(5, V, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    logits[1, 7], logits[2, 2100], logits[3], logits[4, : V // 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits = logits[:, : V - 3]
+    temperature = torch.tensor([[0.1], [1.0], [1.0], [0.7], [2.0]], dtype=torch.float64, device=DEVICE)
+    least = None if min_p is None else torch.full_like(temperature, min_p)
+    top = logits.amax(-1, keepdim=True)
+    pairs = [
+        (choices.mass(logits, top, temperature, least), distribution._mass(logits, top, temperature, least)),  # noqa: SLF001
+        (choices.weights(logits, top, temperature), distribution._weights(logits, top, temperature)),  # noqa: SLF001
+    ]
+    for found, wanted in pairs:
+        torch.testing.assert_close(found[[0, 3, 4]], wanted[[0, 3, 4]], rtol=1e-12, atol=0)
+        assert (found[[1, 2, 3]] == 0).all()
+    assert untruncated(logits, temperature, choices).valid.tolist() == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rule", "truncates", "before", "after"),
+    [(Rule.COUPLED, True, 555, 93), (Rule.BLOCK, True, 664, 203), (Rule.BLOCK, False, 534, 287)],
+)
+def test_bytes_of_a_captured_verdict(
+    rule: Rule, truncates: bool, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MB that eight rounds of four drafts read and write beside the logits' 21, at a vocabulary of 128,256."""
+    meta, found = torch.device("meta"), []
+    shape = captured.Shape(rule, truncates, 8, 4, 4, 128_256)
+    for kernels in (None, choices):
+        launches = Launches("meta")
+        monkeypatch.setattr(choice_kernels, "weigh", Counted("weigh", launches))
+        sizes = sum(int(np.prod(size)) for size in captured._sizes(shape))  # noqa: SLF001
+        parts = captured._parts(torch.empty(sizes, dtype=torch.int64, device=meta), shape, torch.float64)  # noqa: SLF001
+        logits, out = torch.empty(40, 128_256, device=meta), torch.empty(3, 8, dtype=torch.float64, device=meta)
+        with launches:
+            captured._compute(logits, parts, shape, out, kernels)  # noqa: SLF001
+        found.append(round(launches.num_bytes / 1e6))
+    assert found == [before, after]
