@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-stalls test-tp test-page chaos soak fuzz rolling kernels test-typescript test-clients test-schemas lint protos released-protos docs lock chart compose test-observability bench dist install clean
+.PHONY: demo test test-exhaustive test-stalls test-tp test-page chaos soak fuzz rolling kernels formats test-typescript test-clients test-schemas lint protos released-protos docs lock chart compose test-observability bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -76,6 +76,16 @@ kernels: $(STAMP)
 	aarch64-linux-gnu-g++ -O3 -std=c++17 -static -pthread -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math \
 	  -ffp-contract=off -Ispecdec tests/engine/native/products.cpp engine/native/*.cpp -o $(NEON)
 	$(QEMU) $(NEON)
+
+# Small quantised checkpoints, written anew by AutoRound and GPTQModel in an environment of their own, are read bit for bit.
+FORMATS := $(CURDIR)/$(VENV)/formats
+formats: $(STAMP)
+	$(PYTHON) -m venv $(FORMATS)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch transformers --requirement tests/engine/quantised/published/requirements.txt
+	$(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gptqmodel==7.7.0
+	$(FORMATS)/bin/python tests/engine/quantised/published/make_files.py $(FORMATS)/files
+	TANDEM_FORMATS=$(FORMATS)/files $(BIN)/python -m pytest tests/engine/quantised/test_published_files.py
 
 # The npm package in clients/typescript: made from the protos, tried against `tandem serve`, then packed and installed elsewhere.
 test-typescript: $(STAMP)

@@ -10,7 +10,7 @@ the second is possible where codes are real numbers: e4m3, a table of 16 of them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,7 +26,7 @@ TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 8
 _SHARES: Final = (0.92, 1.02)
 _CODE_KINDS: Final = {torch.int8: 0, torch.float8_e4m3fn: 2, torch.float32: 3, torch.bfloat16: 3}
 #: Weights that are rounded or decoded together: what bounds the memory it takes.
-_AT_ONCE: Final = 2**18
+_AT_ONCE: Final = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,20 @@ class GroupedWeight:
     def parts(self) -> Iterator[GroupedWeight]:
         """Runs of outputs that can be decoded without much memory."""
         step = max(1, _AT_ONCE // self.in_features)
-        return (self.rows(order) for order in torch.split(torch.arange(self.out_features), step))
+        for first in range(0, self.out_features, step):
+            run = slice(first, first + step)
+            offsets = None if self.offsets is None else self.offsets[run]
+            codes = self.codes[run]
+            yield replace(self, out_features=len(codes), codes=codes, scales=self.scales[run], offsets=offsets)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Real inputs [..., K] by the weight in their dtype, [..., N]; a run of outputs is decoded at a time."""
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        first = 0
+        for part in self.parts():
+            y[..., first : first + part.out_features] = F.linear(x, part.decode().to(x.dtype))
+            first += part.out_features
+        return y
 
     @classmethod
     def of_codes(
@@ -173,8 +186,8 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype
     table = torch.tensor(TABLE, dtype=torch.int8)
     levels = table.float()
     borders = ((levels[1:] + levels[:-1]) / 2).tolist()
-    found_parts = []
-    for part in _parts(weight, dtype):
+
+    def rounded(part: torch.Tensor) -> GroupedWeight:
         x = _groups(part, group)  # [n, groups, group]
         widest = x.gather(2, x.abs().argmax(2, keepdim=True)) / levels[0]
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -191,32 +204,44 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype
                 best = error.where(better, best[0]), scale.where(better, best[1]), found.where(better, best[2])
         assert best is not None
         codes = best[2].flatten(1)[:, : weight.shape[1]]
-        found_parts.append(GroupedWeight.of_codes(codes, best[1][..., 0], group, table=table))
-    return _joined(found_parts)
+        return GroupedWeight.of_codes(codes, best[1][..., 0], group, table=table)
+
+    return _rounded(weight, dtype, rounded)
 
 
 def round_to_8_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype | None = None) -> GroupedWeight:
     """A weight [N, K], taken in a dtype, in steps of 1/127 of the largest magnitude of each group."""
-    found_parts = []
-    for part in _parts(weight, dtype):
+
+    def rounded(part: torch.Tensor) -> GroupedWeight:
         x = _groups(part, group)
         scale = x.abs().amax(2) / 127
         scale = scale.where(scale > 0, 1.0)
         codes = (x / scale[:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]]
-        found_parts.append(GroupedWeight.of_codes(codes, scale, group))
-    return _joined(found_parts)
+        return GroupedWeight.of_codes(codes, scale, group)
+
+    return _rounded(weight, dtype, rounded)
 
 
-def _parts(weight: torch.Tensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-    """Runs of a weight's rows, taken in a dtype, as float32."""
-    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
-        yield part.to(dtype or part.dtype).float()
+def _rounded(
+    weight: torch.Tensor, dtype: torch.dtype | None, rounded: Callable[[torch.Tensor], GroupedWeight]
+) -> GroupedWeight:
+    """A weight [N, K], taken in a dtype, rounded in runs of rows.
 
-
-def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Weights of the same inputs and table, one after another."""
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return replace(parts[0], out_features=len(codes), codes=codes, scales=scales)
+    Runs go straight to their place: kept until all are rounded, they would leave holes in the heap.
+    """
+    whole: GroupedWeight | None = None
+    first, num_rows = 0, len(weight)
+    for rows in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
+        part = rounded(rows.to(dtype or rows.dtype).float())
+        if whole is None:
+            codes = part.codes.new_empty(num_rows, *part.codes.shape[1:])
+            scales = part.scales.new_empty(num_rows, *part.scales.shape[1:])
+            whole = replace(part, out_features=num_rows, codes=codes, scales=scales)
+        whole.codes[first : first + len(rows)] = part.codes
+        whole.scales[first : first + len(rows)] = part.scales
+        first += len(rows)
+    assert whole is not None
+    return whole
 
 
 def _count_above(x: torch.Tensor, borders: list[float]) -> torch.Tensor:

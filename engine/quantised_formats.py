@@ -92,6 +92,8 @@ def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # no
     for scheme in groups.values():
         kind = str(scheme.get("format") or quantization.get("format"))
         weights = scheme.get("weights")
+        if kind == "naive-quantized" and isinstance(weights, Mapping):  # a name of either
+            kind = f"{weights.get('type', 'int')}-quantized"
         known = ("pack-quantized", "int-quantized", "float-quantized", *_FLOAT_GROUPS)
         if kind not in known or not isinstance(weights, Mapping):
             return f"format {kind!r}; {', '.join(known)} are read"

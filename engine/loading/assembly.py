@@ -204,6 +204,7 @@ def assemble(
         )
     if on_cpu and any(isinstance(module, GroupedLinear) for module in model.modules()):
         group_linears(model, rounds=rounds)
+    give_back_freed(sum(parameter.nbytes for parameter in model.parameters()))
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)

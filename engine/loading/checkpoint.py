@@ -146,6 +146,8 @@ def load_model(
     _refuse_unused(settings, report.get("unexpected_keys") or (), model)
     if not options:
         model = model.to(device)
+    elif device.type == "cpu" and getattr(model, "quantization_method", None) == "bitsandbytes":
+        model = model.dequantize(dtype=model.dtype)  # the products of bitsandbytes depend on the rows beside a row
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model

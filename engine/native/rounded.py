@@ -72,13 +72,13 @@ class GroupedLinear(PackedLinear):
         """[..., in_features] to [..., out_features]."""
         assert self.grouped is not None
         if not self.grouped.rounds:
-            y = torch.cat([F.linear(x, part.decode().to(x.dtype)) for part in self.grouped.parts()], -1)
+            y = self.grouped.multiply(x)
             give_back_freed(self.in_features * self.out_features)
             return y if self.bias is None else y + self.bias
         order = self.grouped.order
         rounded = round_activations(x if order is None else x[..., order])
         fed = rounded if order is None else rounded[..., order.argsort()]
-        y = torch.cat([F.linear(fed, part.decode()) for part in self.grouped.parts()], -1)
+        y = self.grouped.multiply(fed)
         give_back_freed(self.in_features * self.out_features)
         return (y if self.bias is None else y + self.bias.float()).to(self.weight.dtype)
 

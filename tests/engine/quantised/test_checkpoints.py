@@ -140,70 +140,37 @@ def _awq() -> tuple[dict[str, Any], Store]:
     return {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, store
 
 
-def _fp8(block: int | None, method: str = "fp8") -> tuple[dict[str, Any], Store]:
-    """The formula of DeepSeek's checkpoints; without a block, of compressed-tensors, a scale per output."""
+def _fp8(block: int) -> tuple[dict[str, Any], Store]:
+    """The formula of DeepSeek's checkpoints; blocks at the edges may be smaller."""
 
     def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-        if block is None:
-            scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
-            codes = (weight / scale.float()).to(torch.float8_e4m3fn)
-            return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
         scale = F.max_pool2d(weight.abs()[None], block, ceil_mode=True)[0] / 448
         spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
         codes = (weight / spread).to(torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale_inv": scale}, codes.float() * spread
 
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    group = {"format": "float-quantized", "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
-    if method == "fp8":
-        return {"quant_method": "fp8", "weight_block_size": block and [block, block]}, store
-    return {"quant_method": method, "config_groups": {"group_0": group}}, store
+    return {"quant_method": "fp8", "weight_block_size": [block, block]}, store
 
 
-def _llm_int8() -> tuple[dict[str, Any], Store]:
-    def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-        largest = weight.abs().amax(1)
-        codes = (weight * 127 / largest[:, None]).round().to(torch.int8)
-        stored = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-        return stored, codes * largest[:, None] / 127
-
-    return {"quant_method": "bitsandbytes", "load_in_8bit": True}, store
-
-
-def _nf4(*, nested: bool) -> tuple[dict[str, Any], Store]:
-    """bitsandbytes' layout, with numbers near those of NF4; scales themselves in 8 bits where they are nested."""
-    table = torch.erfinv(torch.linspace(-0.96, 0.96, 16)) / 1.46
+def _compressed_fp8(kind: str = "float-quantized", strategy: str = "channel") -> tuple[dict[str, Any], Store]:
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
     def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-        blocks = weight.reshape(-1, 64)
-        scale = blocks.abs().amax(1)
-        state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape), "dtype": "float32"}
-        stored = {"weight.absmax": scale}
-        if nested:
-            offset, levels = float(scale.mean()), torch.linspace(-1, 1, 256)
-            largest = torch.stack([part.abs().amax() for part in (scale - offset).split(16)])
-            spread = largest.repeat_interleave(16)[: len(scale)]
-            codes = (((scale - offset) / spread + 1) / 2 * 255).round().to(torch.uint8)
-            scale = levels[codes.int()] * spread + offset
-            state |= {"nested_blocksize": 16, "nested_offset": offset, "nested_dtype": "float32"}
-            stored = {"weight.absmax": codes, "weight.nested_absmax": largest}
-            stored["weight.nested_quant_map"] = levels.clone()
-        codes = (blocks[:, :, None] / scale[:, None, None] - table).abs().argmin(2)
-        pairs = codes.view(-1, 2).to(torch.uint8)
-        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        stored |= {"weight": pairs[:, :1] << 4 | pairs[:, 1:], "weight.quant_map": table.clone()}
-        stored["weight.quant_state.bitsandbytes__nf4"] = text
-        return stored, (table[codes] * scale[:, None]).view(weight.shape)
+        scale = (weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().amax()[None]) / 448
+        compressor = BaseCompressor.get_value_from_registry(kind)
+        stored = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        return stored, compressor.decompress(stored, scheme)["weight"]
 
-    return {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, store
+    group = {"format": kind, "weights": json.loads(args.model_dump_json()), "input_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, store
 
 
 #: Whose activations stay as they are.
 _REAL_FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "fp8": lambda: _fp8(48),
-    "fp8 w8a8": lambda: _fp8(None, "compressed-tensors"),
-    "nf4": lambda: _nf4(nested=False),
-    "nf4 nested": lambda: _nf4(nested=True),
+    "fp8 w8a8": _compressed_fp8,
+    "fp8 w8a16": lambda: _compressed_fp8("naive-quantized", "tensor"),
 }
 _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "w4a16": lambda: _compressed(4, True),
@@ -215,7 +182,6 @@ _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "gptq act-order": lambda: _gptq(act_order=True),
-    "llm.int8": _llm_int8,
 }
 
 

@@ -23,10 +23,10 @@ from engine.loading.assembly import PackedSource, assemble
 from engine.native.rounded import GroupedLinear
 from specdec.errors import ModelNotSupported
 from specdec.settings import ModelSettings
-from tests.engine.quantised.test_checkpoints import _FORMATS, _fp8, _write
+from tests.engine.quantised.test_checkpoints import _FORMATS, _compressed_fp8, _fp8, _write
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-FORMATS = {**_FORMATS, "fp8": lambda: _fp8(128), "fp8 w8a8": lambda: _fp8(None, "compressed-tensors")}
+FORMATS = {**_FORMATS, "fp8": lambda: _fp8(128), "fp8 w8a8": _compressed_fp8}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 

@@ -1,13 +1,18 @@
-"""Packed integers are what compressed-tensors' own decoder, and the formulas of AWQ and GPTQ, make of them."""
+"""Packed integers are what the decoders of compressed-tensors and transformers, and the formulas of AWQ and GPTQ, make
+of them.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from engine.quantised.packed_integers import read_linear
 from engine.quantised_formats import QuantisedFormat
@@ -66,6 +71,17 @@ def test_4_bit_floats(kind: str, group: int) -> None:
     expected = compressor.decompress(stored, scheme)["weight"]
     assert len(expected.unique()) > 20
     form = QuantisedFormat("compressed-tensors", 4, group, marker="weight_packed", is_float=True)
+    assert torch.equal(read_linear(form, stored).decode().to(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_fp8_of_transformers(scale_fmt: str) -> None:
+    config = FineGrainedFP8Config(weight_block_size=(16, 32), scale_fmt=scale_fmt)
+    quantizer = SimpleNamespace(quantization_config=config)
+    stored = Fp8Quantize(quantizer).convert({"weight": torch.randn(64, 96)})
+    assert stored["weight_scale_inv"].shape == (4, 3)
+    form = QuantisedFormat("fp8", 8, 32, marker="weight", is_float=True, rows=16)
+    expected = Fp8Dequantize(quantizer).convert(stored)["weight"]
     assert torch.equal(read_linear(form, stored).decode().to(expected.dtype), expected)
 
 

@@ -1,0 +1,48 @@
+"""gpt-oss' own format: experts in MXFP4, packed by compressed-tensors and decoded by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from engine.loading import load
+from specdec.settings import ModelSettings
+
+_GROUP = 32
+
+
+def test_gpt_oss_with_packed_experts_answers_as_their_numbers(tmp_path: Path, tools: SimpleNamespace) -> None:
+    model = tools.build("gpt_oss", hidden_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    args = QuantizationArgs(num_bits=4, type="float", strategy="group", symmetric=True, group_size=_GROUP)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = tensors.pop(name).transpose(1, 2).float()  # [E, N, K]
+        rows = weight.reshape(-1, weight.shape[2])
+        scale = rows.view(len(rows), -1, _GROUP).abs().amax(2) / 6
+        stored = compressor.compress({"weight": rows, "weight_scale": scale}, scheme)
+        blocks = (*weight.shape[:2], -1, _GROUP // 2)
+        tensors[f"{name}_blocks"] = stored["weight_packed"].reshape(blocks).contiguous()
+        tensors[f"{name}_scales"] = stored["weight_scale"].reshape(*weight.shape[:2], -1).contiguous()
+        meant = compressor.decompress(stored, scheme)["weight"].view_as(weight)
+        assert not torch.equal(meant, weight)
+        parameters[name].data = meant.transpose(1, 2).float().contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ModelSettings(model=str(tmp_path), device="cpu", dtype="float32", num_threads=1, block_size=4)
+    engine = load.load_engine(settings)
+    ids = tools.random_ids(20, seed=3)
+    wanted = tools.stock_logits(model, ids)
+    error = (tools.feed(engine, engine.pool.open(20), ids) - wanted).square().mean().sqrt() / wanted.std()
+    assert float(error) < 1e-5
