@@ -84,7 +84,7 @@ formats: $(STAMP)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  torch transformers --requirement tests/engine/quantised/published/requirements.txt
 	$(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gptqmodel==7.7.0
-	$(FORMATS)/bin/python tests/engine/quantised/published/make_files.py $(FORMATS)/files
+	cd $(FORMATS); bin/python $(CURDIR)/tests/engine/quantised/published/make_files.py files  # GPTQModel logs where it runs
 	TANDEM_FORMATS=$(FORMATS)/files $(BIN)/python -m pytest tests/engine/quantised/test_published_files.py
 
 # The npm package in clients/typescript: made from the protos, tried against `tandem serve`, then packed and installed elsewhere.
