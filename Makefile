@@ -78,13 +78,13 @@ kernels: $(STAMP)
 	$(QEMU) $(NEON)
 
 # Small quantised checkpoints, written anew by AutoRound and GPTQModel in an environment of their own, are read bit for bit.
-FORMATS := $(CURDIR)/$(VENV)/formats
+FORMATS := $(abspath $(VENV))/formats
 formats: $(STAMP)
 	$(PYTHON) -m venv $(FORMATS)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  torch transformers --requirement tests/engine/quantised/published/requirements.txt
 	$(FORMATS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gptqmodel==7.7.0
-	cd $(FORMATS); bin/python $(CURDIR)/tests/engine/quantised/published/make_files.py files  # GPTQModel logs where it runs
+	cd $(FORMATS) && bin/python $(CURDIR)/tests/engine/quantised/published/make_files.py files  # GPTQModel logs where it runs
 	TANDEM_FORMATS=$(FORMATS)/files $(BIN)/python -m pytest tests/engine/quantised/test_published_files.py
 
 # The npm package in clients/typescript: made from the protos, tried against `tandem serve`, then packed and installed elsewhere.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -125,7 +126,9 @@ async def _better_layers(generation: Generation, head: ModelInfo, usual: float, 
         if counted is not None and _gain(counted, usual) >= max(0.5, BETTER * gain):
             gain = _gain(counted, usual)
             is_norm = layers == _BEFORE_NORM
-            what = "the state before the final norm" if is_norm else f"the hidden states {[*layers]}, not {[*given]},"
+            what = "the state before the final norm"
+            if not is_norm:
+                what = f"the hidden states {_named(head, layers)}, not {_named(head, given)},"
             found = (
                 f"Likely cause: {'the norm of its state' if is_norm else 'its layer ids, which are off by one'}. On"
                 f" {what} it commits {counted.mean_acceptance_length:.2f} tokens a round"
@@ -133,11 +136,20 @@ async def _better_layers(generation: Generation, head: ModelInfo, usual: float, 
     return found
 
 
+def _is_head(head: ModelInfo) -> bool:
+    method = last_method(head.method)
+    return method is not None and method.is_head
+
+
+def _named(head: ModelInfo, layers: Sequence[int]) -> list[int]:
+    """As the draft's files name them: PARD-2 by indices of transformers' hidden_states, whose -2 is our -3."""
+    return [i + 1 if i < -1 and not _is_head(head) else i for i in layers]
+
+
 def _layers_beside(head: ModelInfo) -> list[tuple[int, ...]]:
     """Numbers of the states that its config may mean: those before or after the ones it names."""
     given = head.hidden_state_layers
-    method = last_method(head.method)
-    if method is not None and method.is_head:
+    if _is_head(head):
         shifts = [tuple(i + by for i in given) for by in (-1, 1)]
         return [_BEFORE_NORM] if given == (-1,) else [each for each in shifts if min(each) >= 0]
     # PARD-2 names indices of transformers' hidden_states. The last of them, -1, is after the final norm, and the one

@@ -3,8 +3,9 @@ split, in one less.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
-Numbers are rounded where the modules round them. Of up to 512 rows norm, gate and residual are parts of the products
-that were measured to be faster so (:mod:`engine.cuda.few_rows`).
+Numbers are rounded where the modules round them; a product and the residual after it may be rounded once. Of up to 512
+rows norm, gate and residual are parts of the products that were measured to be faster so
+(:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class CapturedDraws:
                     numbers = torch.full(size, _PADDING, dtype=torch.float64, device=self._device).view(torch.int64)
                     out = numbers.new_zeros(shape.num_rows, 1 + 2 * shape.q_width)
                     replay = self._capture(lambda: _compute(shape, self._logits_of(shape), numbers, out))
-            except RuntimeError as error:  # there is no memory, or something in it cannot be captured
+            except Exception as error:  # no memory, what cannot be captured, or Triton's own errors
                 logger.warning("drafts of %s are drawn without a graph: %s", shape, error)
                 return None
             self._captured[shape] = None if replay is None else _Captured(numbers, replay, out)

@@ -113,15 +113,13 @@ def runners(
                 yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
                 if fused.few_rows.max_rows:  # that runner was wrong
                     fused.forget_few_rows()
-                    yield _with_graphs(
-                        engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks, max_rows
-                    )
+                    yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
             yield graphed(engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
 
 
-def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_rows: int = USUAL_ROWS) -> TorchRunner:
+def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_rows: int) -> TorchRunner:
     capture = CudaCapture(engine.device)
     runner.graphs = GraphRunner(
         runner.run_modules,

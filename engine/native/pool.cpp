@@ -58,13 +58,6 @@ void Gate::wait_beyond(uint32_t old, int64_t spin_ns) {
   pthread_mutex_unlock(&mutex_);
 }
 
-Pool::Pool() {
-#if defined(__linux__)
-  CPU_ZERO(&cores_);
-  sched_getaffinity(0, sizeof(cores_), &cores_);  // where that fails, the set stays empty
-#endif
-}
-
 Pool& Pool::local() {
   Local& local = local_pool;
   if (!local.pool || local.owner != getpid()) {
@@ -127,15 +120,16 @@ void* Pool::main(void* arg) {
   return nullptr;
 }
 
-// Has workers that last ran on the caller's core run on the others from now on.
+// Has workers that last woke on the caller's core run on the others that the caller may use from now on.
 void Pool::leave_core_of_caller(int workers) {
 #if defined(__linux__)
   const int core = sched_getcpu();
-  if (core < 0 || core >= CPU_SETSIZE || CPU_COUNT(&cores_) < 2) return;
   for (int i = 0; i < workers; i++) {
-    if (workers_[i]->core.load(std::memory_order_relaxed) != core) continue;
-    cpu_set_t others = cores_;
+    if (core < 0 || core >= CPU_SETSIZE || workers_[i]->core.load(std::memory_order_relaxed) != core) continue;
+    cpu_set_t others;
+    if (sched_getaffinity(0, sizeof(others), &others) != 0) return;
     CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) == 0) return;
     pthread_setaffinity_np(workers_[i]->thread, sizeof(others), &others);
     workers_[i]->core.store(-1, std::memory_order_relaxed);
   }

@@ -97,7 +97,6 @@ class Pool {
   // Grow-only memory of the calling thread for one pass, page-aligned; null when there is none.
   void* scratch(size_t bytes);
 
-  Pool();
   ~Pool();
 
  private:
@@ -119,9 +118,6 @@ class Pool {
   // "Start number n, for this many threads"; size 0 sends the workers home.
   static constexpr uint32_t kSizeBits = 12;
   static constexpr int kMostThreads = (1 << kSizeBits) - 1;
-#if defined(__linux__)
-  cpu_set_t cores_;  // those that the process may use
-#endif
   Gate started_;
   // start << 32 | open << 31 | workers inside its body: the body lives on the caller's stack, so a worker enters it
   // only while the pass is open, and the caller leaves only when none is inside.

@@ -38,7 +38,7 @@ class SpeculativeSettings(LookupSettings):
         " names",
         ge=0,
     )
-    draft_sink_size: int = option(4, "first tokens that they read of a longer text", ge=0)
+    draft_sink_size: int = option(4, "first tokens of a longer text that it attends to", ge=0)
     draft_vocab: str | None = option(
         None,
         "JSON file of the token ids that may be drafted",

@@ -92,8 +92,14 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for method in MODEL_METHODS:
         if model := bundled_drafter(args.model, [method]):
             known[method] = {"method": method, "model": model}
-    folders = (part.strip().partition("=")[::2] for part in (args.drafter or "").split(",") if "=" in part)
-    known |= {method: {"method": method, "model": folder} for method, folder in folders}
+    for method, folder in (part.strip().partition("=")[::2] for part in (args.drafter or "").split(",") if "=" in part):
+        if method not in MODEL_METHODS:
+            raise InvalidRequest(
+                f"--drafter {method}={folder}: only {', '.join(MODEL_METHODS)} have a folder; give that of a tree or"
+                f" pair by its method, as eagle3={folder},eagle3{TREE}",
+                param="drafter",
+            )
+        known[method] = {"method": method, "model": folder}
     if given is not None:
         known[given.methods[-1]] = {**asdict(given), "method": given.methods[-1]}
         k = given.num_speculative_tokens if k is None else k
@@ -111,7 +117,8 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for name in _names(args, given, known):
         if name not in known:
             raise InvalidRequest(
-                f'--drafter {name} needs a model: --speculative-config \'{{"model": "…"}}\'', param="drafter"
+                f'--drafter {name} needs a model: {name}=FOLDER, or --speculative-config \'{{"model": "…"}}\'',
+                param="drafter",
             )
         tree = _TREE if name.endswith(TREE) else {}
         drafters[name] = {**known[name], "num_speculative_tokens": k, **tree}

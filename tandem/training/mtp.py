@@ -29,6 +29,8 @@ def create_mtp(target: PreTrainedModel) -> MtpHead:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = ["full_attention"]
+    if getattr(config, "sliding_window", None) is not None:
+        config.sliding_window = None
     given: Any = target
     classes: Any = AutoModelForCausalLM
     body = classes.from_config(config, dtype=torch.float32)

@@ -9,8 +9,8 @@ from tandem.training.loss_weights import LossWeights
 
 #: Method → what is trained.
 METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.items()}
-#: Drafters with attention.
-LAYERED: Final = ("eagle3", "eagle", "draft", "dflash", "dspark")
+#: Drafters whose layer may have another shape than the target's.
+_SHAPED: Final = ("eagle3", "eagle", "draft", "dflash", "dspark")
 #: Drafters that read what they made of the step before.
 _CHAINED: Final = ("eagle3", "eagle", "mtp")
 _BLOCKS: Final = ("dflash", "dspark")
@@ -49,10 +49,10 @@ class TrainSettings:
     start_from: str | None = option(None, "a drafter of the same method to train on")
 
     hidden_size: int | None = option(None, "hidden size", gt=0, only=(*_READERS, "draft"))
-    intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=LAYERED)
-    num_heads: int | None = option(None, "attention heads", gt=0, only=LAYERED)
-    num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=LAYERED)
-    head_dim: int | None = option(None, "size of an attention head", gt=0, only=LAYERED)
+    intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=_SHAPED)
+    num_heads: int | None = option(None, "attention heads", gt=0, only=_SHAPED)
+    num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=_SHAPED)
+    head_dim: int | None = option(None, "size of an attention head", gt=0, only=_SHAPED)
     num_layers: int | None = option(
         None, "layers (2), or residual blocks of a head (1)", gt=0, only=("draft", "medusa", *_BLOCKS)
     )

@@ -88,11 +88,17 @@ def test_what_no_shape_holds_is_left_to_torch(params: dict[str, Any], monkeypatc
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
 
 
-@pytest.mark.parametrize("fault", ["wrong", "broken", "full"])
+class CompilationError(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("fault", ["wrong", "broken", "uncompiled", "full"])
 def test_graphs_that_fail_are_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(run: Callable[[], object]) -> Callable[[], object] | None:
         if fault == "broken":
             raise RuntimeError("operation not permitted when stream is capturing")
+        if fault == "uncompiled":
+            raise CompilationError
         return None if fault == "full" else lambda: None
 
     draws, rows, logits = CapturedDraws(capture, DEVICE), rows_of(DEVICE, {}), torch.randn(1, V).to(DEVICE)
