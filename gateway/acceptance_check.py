@@ -153,13 +153,9 @@ def _layers_beside(head: ModelInfo) -> list[tuple[int, ...]]:
         shifts = [tuple(i + by for i in given) for by in (-1, 1)]
         return [_BEFORE_NORM] if given == (-1,) else [each for each in shifts if min(each) >= 0]
     # PARD-2 names indices of transformers' hidden_states. The last of them, -1, is after the final norm, and the one
-    # before it is our -3. Only the target knows its number, so the highest state is followed by either.
-    after = tuple(i + 1 for i in given)
-    return [
-        tuple(i - 1 if i >= 0 else -3 for i in given),
-        after,
-        tuple(-1 if i == max(after) else i for i in after),
-    ]
+    # before it is our -3. Only the target knows its number, so the highest state is followed by either, -1 by none.
+    before, after = tuple(i - 1 if i >= 0 else -3 for i in given), tuple(i + 1 for i in given)
+    return [before] if -1 in given else [before, after, tuple(-1 if i == max(after) else i for i in after)]
 
 
 async def _request(generation: Generation, head: ModelInfo, text: str) -> DecodingRequest | None:
