@@ -26,7 +26,7 @@ TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 8
 _SHARES: Final = (0.92, 1.02)
 _CODE_KINDS: Final = {torch.int8: 0, torch.float8_e4m3fn: 2, torch.float32: 3, torch.bfloat16: 3}
 #: Weights that are rounded or decoded together: what bounds the memory it takes.
-_AT_ONCE: Final = 2**17
+_AT_ONCE: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True)
