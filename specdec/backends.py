@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from specdec.direct_draft import DirectDraftSession
 from specdec.types import (
     DraftOpened,
+    DraftOpening,
     HiddenStates,
     ModelInfo,
     Proposal,
@@ -98,13 +99,14 @@ class DraftRelay(Protocol):
 class DraftOpener(Protocol):
     """A target session that can ask a draft for proposals itself."""
 
-    async def open_draft(
-        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
-    ) -> DirectDraftSession:
-        """Open a session on the draft at ``address``, or behind ``relay``, with the tokens that are committed on the
-        target by then in place of those of ``spec``. The target's verdicts must be received meanwhile.
+    @property
+    def draft(self) -> DirectDraftSession | None:
+        """The latest draft; at first that which the session's spec names, open or not."""
+        ...
 
-        ``timeout_s``: how long a proposal may take.
+    async def open_draft(self, opening: DraftOpening, relay: DraftRelay | None = None) -> DirectDraftSession:
+        """Open a session on a draft, which may be behind ``relay``, with the tokens that are committed on the target by
+        then. The target's verdicts must be received meanwhile.
 
         Raises:
             TandemError: the draft cannot be opened.

@@ -22,6 +22,7 @@ from specdec.state_dtypes import ELEMENT_BYTES
 from specdec.types import (
     DraftedRound,
     DraftOpened,
+    DraftOpening,
     FinishReason,
     HiddenStates,
     ModelInfo,
@@ -92,12 +93,26 @@ def encode_open_target(spec: SessionSpec) -> target_pb.VerifyRequest:
             packs_logprobs=True,
         )
     )
+    if spec.draft is not None:
+        request.open.draft.CopyFrom(encode_draft_opening(spec.epoch, spec.draft))
     _add_token_ids(request.open, spec.token_ids)
     return request
 
 
+def encode_draft_opening(epoch: int, opening: DraftOpening) -> target_pb.OpenDraft:
+    """A draft to open for the target's session of ``epoch``."""
+    return target_pb.OpenDraft(
+        epoch=epoch,
+        address=opening.address,
+        session=encode_open_draft(replace(opening.spec, token_ids=())).open,
+        timeout_ms=round(1e3 * opening.timeout_s),
+        trace_headers=dict(opening.spec.trace_headers),
+        num_draft_tokens=opening.num_draft_tokens,
+    )
+
+
 def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
-    """The spec of a target session."""
+    """The spec of a target session, without its draft."""
     share = message.max_kv_share if message.HasField("max_kv_share") else None
     if share is not None and not 0.0 <= share <= 1.0:  # NaN included
         raise InvalidRequest(f"max_kv_share is {share}; give a number from 0 to 1", param="max_kv_share")
@@ -336,6 +351,7 @@ def encode_target_opened(opened: TargetOpened, *, packs_logprobs: bool = False) 
         asks_remote_drafts=opened.asks_remote_drafts,
         asks_relayed_drafts=opened.asks_relayed_drafts,
         wants_state_map=opened.wants_state_map,
+        opens_draft=opened.opens_draft,
     )
 
 
@@ -354,6 +370,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         asks_remote_drafts=message.asks_remote_drafts,
         asks_relayed_drafts=message.asks_relayed_drafts,
         wants_state_map=message.wants_state_map,
+        opens_draft=message.opens_draft,
     )
 
 

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from specdec.errors import TandemError
-from specdec.types import DraftOpened
+from specdec.types import DraftOpened, DraftOpening
 
 
 class DirectDraftSession:
     """What :meth:`specdec.backends.DraftOpener.open_draft` returns: to be asked for tokens, not told any."""
 
-    opened: DraftOpened
-
-    def __init__(self, epoch: int, draft: Callable[[int], None]) -> None:
-        """``epoch``: of the opening. ``draft`` tells the target how many tokens to ask for."""
-        self._epoch = epoch
+    def __init__(self, opening: DraftOpening, draft: Callable[[int], None]) -> None:
+        """``draft`` tells the target how many tokens to ask for."""
+        self._epoch = epoch = opening.spec.epoch
         self._draft = draft
-        self._num_draft_tokens = 0
+        self._num_draft_tokens = opening.num_draft_tokens
+        #: What it may be asked for at most, until the draft says so itself.
+        self.opened = DraftOpened(epoch, opening.spec.num_speculative_tokens)
         self._opening: asyncio.Future[DraftOpened] = asyncio.get_running_loop().create_future()
         self._loss: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
 

@@ -226,6 +226,8 @@ class SessionSpec:
     hidden_state_dtype: str = ""
     #: Target only: fingerprint of what makes features of the hidden states, if the target has it; empty: nothing.
     hidden_state_map: str = ""
+    #: Target only, on the way there: a draft to open meanwhile.
+    draft: DraftOpening | None = None
 
     @property
     def draft_sampling(self) -> DraftSampling:
@@ -241,6 +243,20 @@ class SessionSpec:
     def num_output_tokens(self) -> int:
         """Tokens of ``token_ids`` that count as output."""
         return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpening:
+    """The request to open a session on a draft that a target asks itself."""
+
+    #: Where the draft listens; empty: behind the gateway, see :class:`specdec.backends.DraftRelay`.
+    address: str
+    #: Of the draft's session. The target puts in the tokens.
+    spec: SessionSpec
+    #: Seconds that a proposal may take.
+    timeout_s: float
+    #: Drafted tokens to ask for in each round as soon as it is open; 0: none.
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +277,8 @@ class TargetOpened:
     asks_relayed_drafts: bool = False
     #: The target has no map of the session's fingerprint, and would take it (:class:`specdec.backends.StateMapTaker`).
     wants_state_map: bool = False
+    #: The target opens the draft of the session's spec.
+    opens_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)

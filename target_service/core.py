@@ -134,11 +134,16 @@ class TargetCore:
             raise
         return cls(engine, device, settings, verifier, state_maps)
 
-    async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
+    async def open(
+        self,
+        spec: SessionSpec,
+        on_states: Callable[[HiddenStates], None] | None = None,
+        on_admitted: Callable[[Session], None] | None = None,
+    ) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
 
         ``on_states`` gets the hidden states of a long prompt as they are computed; the first verdict then carries the
-        last ones alone.
+        last ones alone. ``on_admitted`` gets the session before its prompt is fed.
 
         Raises:
             InvalidRequest: the spec does not fit the model.
@@ -181,6 +186,8 @@ class TargetCore:
         self.memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
+            if on_admitted is not None:
+                on_admitted(session)
             await session.start()
         except BaseException:
             session.end()

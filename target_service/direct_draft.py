@@ -62,9 +62,12 @@ class DirectDraft:
         listener: DraftListener,
         timeout_s: float,
         times: TripTimes,
+        *,
+        num_draft_tokens: int = 0,
     ) -> None:
         """``connect`` opens the draft's session with the tokens that are committed. ``timeout_s``: how long it may take
-        for a proposal that is waited for. ``times``: of this draft, by all sessions that ask it.
+        for a proposal that is waited for. ``times``: of this draft, by all sessions that ask it. ``num_draft_tokens``:
+        what to ask for from its first token on; ``session`` is being opened then, and decodes until the draft is.
         """
         self._session = session
         self._connect = connect
@@ -76,7 +79,9 @@ class DirectDraft:
         self._known_len = 0
         self._told_ns: deque[tuple[int, int]] = deque(maxlen=NUM_TOLD)
         #: Drafted tokens of the next rounds.
-        self._num_draft_tokens = 0
+        self._num_draft_tokens = num_draft_tokens
+        if num_draft_tokens:
+            session.on_committed = self._on_committed
         #: Tokens asked for since ``_asked_ns``; 0: no proposal is expected.
         self._num_asked = self._asked_ns = 0
         self._is_streaming = False
@@ -87,7 +92,10 @@ class DirectDraft:
 
     def draft(self, num_draft_tokens: int) -> None:
         """Have so many tokens drafted in each round from now on; 0: none, after the round that was asked for."""
-        if self._stream is None or self._is_over:
+        if self._is_over:
+            return
+        if self._stream is None:
+            self._num_draft_tokens = num_draft_tokens
             return
         self._session.on_committed = self._on_committed
         self._num_draft_tokens = min(num_draft_tokens, self._stream.opened.num_speculative_tokens)
@@ -112,6 +120,8 @@ class DirectDraft:
             stream = await self._connect(token_ids)
             self._stream, self._known_len = stream, len(token_ids)
             self._listener.draft_opened(stream.opened)
+            if self._num_draft_tokens:
+                self.draft(self._num_draft_tokens)
             while True:
                 self._take(await stream.receive())
         except TandemError as error:
@@ -148,8 +158,9 @@ class DirectDraft:
         session = self._session
         if self._num_asked:
             return
-        if not self._num_draft_tokens:
-            session.on_committed = None
+        if not self._num_draft_tokens or self._stream is None:
+            if self._stream is not None:
+                session.on_committed = None
             session.multi_step_decode(session.committed_len, session.num_left)
             return
         if self._begin_stream():

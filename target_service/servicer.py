@@ -82,21 +82,28 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
         writer: StreamWriter[pb.VerifyResponse] = StreamWriter(context.write)
+        asks_drafts = context.peer().startswith("unix:")
+        requests = _Requests(core, writer, self._channels, self._trip_times if asks_drafts else None)
+        draft = request.open.draft if requests.may_ask(request.open.draft.address) else None
+        spec = codec.decode_open_target(request.open)
         try:
-            session = await core.open(codec.decode_open_target(request.open), partial(_pass_on, writer))
+            session = await core.open(spec, partial(_pass_on, writer), partial(requests.begin, draft=draft))
         except BaseException:
+            await requests.close()
             await writer.close()
             raise
         if (span := current_span()) is not None:
             _trace(span, session)
         packs = request.open.packs_logprobs
-        asks_drafts = context.peer().startswith("unix:")
         opened = replace(
-            session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts, asks_relayed_drafts=True
+            session.opened,
+            asks_drafts=asks_drafts,
+            asks_remote_drafts=asks_drafts,
+            asks_relayed_drafts=True,
+            opens_draft=draft is not None,
         )
         writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened, packs_logprobs=packs)))
         verdicts = [session.first]
-        requests = _Requests(core, session, writer, self._channels, self._trip_times if asks_drafts else None)
         reading = asyncio.create_task(requests.read(context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
@@ -166,17 +173,18 @@ def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict, *, pack
 class _Requests:
     """What the gateway asks of one session. The stream's handler sends the verdicts."""
 
+    #: From :meth:`begin` on.
+    _session: Session
+
     def __init__(
         self,
         core: TargetCore,
-        session: Session,
         writer: StreamWriter[pb.VerifyResponse],
         channels: ChannelPool,
         trip_times: dict[str, TripTimes] | None,
     ) -> None:
         """``trip_times``: those of drafts by their addresses; None: the session may connect to no draft."""
         self._core = core
-        self._session = session
         self._writer = writer
         self._channels = channels
         self._trip_times = trip_times
@@ -184,6 +192,17 @@ class _Requests:
         self._draft_epoch = 0
         #: What the gateway passes on to a draft without an address, and back.
         self._relayed: RelayedStream | None = None
+
+    def begin(self, session: Session, *, draft: pb.OpenDraft | None) -> None:
+        """The session is admitted; open a draft for it at once."""
+        self._session = session
+        if draft is not None:
+            self._begin_draft(draft)
+
+    def may_ask(self, address: str) -> bool:
+        """Whether the target connects to a draft there for this session."""
+        is_known = framed_path(address) is not None or (":" in address and not address.startswith("unix"))
+        return is_known and self._trip_times is not None
 
     async def read(self, context: Context) -> None:
         """Pass requests on to the session until the stream ends."""
@@ -226,17 +245,20 @@ class _Requests:
             self._draft.draft(message.num_draft_tokens)
 
     async def _open_draft(self, message: pb.OpenDraft) -> None:
+        await self.close()
+        if message.address:
+            self._begin_draft(message)
+        else:
+            self._begin_relayed(message)
+
+    def _begin_draft(self, message: pb.OpenDraft) -> None:
         address, path = message.address, framed_path(message.address)
-        if not address:
-            await self._open_relayed(message)
-            return
-        if self._trip_times is None or (path is None and (address.startswith("unix") or ":" not in address)):
+        if self._trip_times is None or not self.may_ask(address):
             raise InvalidRequest(
                 f"the draft {quote(address)} cannot be asked by this target: the target must be reached over a Unix"
                 " socket, and the draft at unix:/path or host:port",
                 param="address",
             )
-        await self.close()
         self._draft_epoch = message.session.epoch
 
         async def connect(token_ids: tuple[int, ...]) -> DraftStream:
@@ -255,11 +277,11 @@ class _Requests:
         self._trip_times[address] = times  # the newest is the last one
         if len(self._trip_times) > MAX_TRIP_TIMES:
             del self._trip_times[next(iter(self._trip_times))]
-        self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3, times)
+        timeout_s, num_draft_tokens = message.timeout_ms / 1e3, message.num_draft_tokens
+        self._draft = DirectDraft(self._session, connect, self, timeout_s, times, num_draft_tokens=num_draft_tokens)
 
-    async def _open_relayed(self, message: pb.OpenDraft) -> None:
+    def _begin_relayed(self, message: pb.OpenDraft) -> None:
         """The same for a draft behind the gateway. Nobody vouches for it: it changes no text and delays none."""
-        await self.close()
         self._draft_epoch = message.session.epoch
         self._relayed = stream = RelayedStream(
             self._draft_epoch, lambda asked: self._writer.post(pb.VerifyResponse(relayed=asked))

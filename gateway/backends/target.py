@@ -19,7 +19,7 @@ from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.rpc.session_stream import MessageStream
 from specdec.rpc.status import error_from_rpc, rebuild_error
-from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.types import DraftOpening, Proposal, SessionSpec, TargetOpened, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1.types_pb2 import StateMapPart
@@ -41,16 +41,8 @@ class GrpcTarget(ModelServer):
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
         stream = await self._stream("Verify", pb.VerifyRequest, pb.VerifyResponse, spec.trace_headers)
         try:
-            answer = await stream.exchange(codec.encode_open_target(spec))
-            states = StateBuffer()
-            while answer.WhichOneof("kind") == "hidden_states":  # of a long prompt, as they are computed
-                states.add(codec.decode_verdict_states(answer.hidden_states))
-                answer = await stream.receive()
-            if answer.WhichOneof("kind") != "opened":
-                raise Unavailable("the target answered an opening with something else")
-            opened = codec.decode_target_opened(answer.opened)
-            session = GrpcTargetSession(stream, spec.epoch, opened, states)
-            session.first = await session.receive()
+            session = GrpcTargetSession(stream, spec)
+            await session.start(spec)
         except BaseException:
             await stream.close()
             raise
@@ -76,23 +68,29 @@ class GrpcTargetSession:
 
     #: The verdict of prefilling: the first token.
     first: Verdict
+    opened: TargetOpened
 
-    def __init__(
-        self,
-        stream: MessageStream[pb.VerifyRequest, pb.VerifyResponse],
-        epoch: int,
-        opened: TargetOpened,
-        states: StateBuffer,
-    ) -> None:
-        """``states``: hidden states that belong to the next verdict."""
+    def __init__(self, stream: MessageStream[pb.VerifyRequest, pb.VerifyResponse], spec: SessionSpec) -> None:
         self._stream = stream
-        self._epoch = epoch
-        self._states = states
+        self._epoch = spec.epoch
+        #: Hidden states that belong to the next verdict.
+        self._states = StateBuffer()
         #: The draft that the target asks.
-        self._draft: DirectDraftSession | None = None
+        self.draft = None if spec.draft is None else DirectDraftSession(spec.draft, self._post_length)
         #: The drafts that it asks through this stream, by the epochs of their sessions.
         self._relayed: dict[int, RelayedDraft] = {}
-        self.opened = opened
+
+    async def start(self, spec: SessionSpec) -> None:
+        """Open it, up to the first token."""
+        answer = await self._stream.exchange(codec.encode_open_target(spec))
+        while (kind := answer.WhichOneof("kind")) != "opened":
+            if kind == "verdict" or not self._take(answer):
+                raise Unavailable("the target answered an opening with something else")
+            answer = await self._stream.receive()
+        self.opened = codec.decode_target_opened(answer.opened)
+        if not self.opened.opens_draft:
+            self.draft = None
+        self.first = await self.receive()
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
         """Ask for a round."""
@@ -109,21 +107,13 @@ class GrpcTargetSession:
         message = pb.MultiStepDecode(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
         self._stream.post(pb.VerifyRequest(multi_step_decode=message))
 
-    async def open_draft(
-        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
-    ) -> DirectDraftSession:
+    async def open_draft(self, opening: DraftOpening, relay: DraftRelay | None = None) -> DirectDraftSession:
         """See :class:`specdec.backends.DraftOpener`."""
         if relay is not None:
-            self._relayed[spec.epoch] = relay.open_relayed(partial(self._pass_answer, spec.epoch))
-        self._draft = draft = DirectDraftSession(spec.epoch, self._post_length)
-        message = pb.OpenDraft(
-            epoch=self._epoch,
-            address=address,
-            session=codec.encode_open_draft(replace(spec, token_ids=())).open,
-            timeout_ms=round(1e3 * timeout_s),
-            trace_headers=dict(spec.trace_headers),
-        )
-        self._stream.post(pb.VerifyRequest(open_draft=message))
+            epoch = opening.spec.epoch
+            self._relayed[epoch] = relay.open_relayed(partial(self._pass_answer, epoch))
+        self.draft = draft = DirectDraftSession(opening, self._post_length)
+        self._stream.post(pb.VerifyRequest(open_draft=codec.encode_draft_opening(self._epoch, opening)))
         await draft.wait_opened()
         return draft
 
@@ -147,28 +137,34 @@ class GrpcTargetSession:
         """The next verdict; those of another epoch are stale and dropped."""
         while True:
             answer = await self._stream.receive()
-            kind = answer.WhichOneof("kind")
-            if self._draft is not None and kind == "draft_opened":
-                self._draft.open(codec.decode_draft_opened(answer.draft_opened))
-            elif self._draft is not None and kind == "draft_lost":
-                lost = answer.draft_lost
-                self._draft.lose(lost.epoch, rebuild_error(lost.code, lost.text, {}))
-            elif kind == "relayed":
-                self._pass_question(answer.relayed)
-            elif kind == "hidden_states":
-                self._states.add(codec.decode_verdict_states(answer.hidden_states))
-            elif kind == "verdict" and answer.verdict.epoch == self._epoch:
-                verdict = codec.decode_verdict(answer.verdict)
-                for relayed in self._relayed.values():
-                    relayed.note(verdict)
-                if earlier := self._states.take():
-                    verdict = replace(verdict, hidden_states=(*earlier, *verdict.hidden_states))
-                return verdict
+            if self._take(answer) or not answer.HasField("verdict") or answer.verdict.epoch != self._epoch:
+                continue
+            verdict = codec.decode_verdict(answer.verdict)
+            for relayed in self._relayed.values():
+                relayed.note(verdict)
+            if earlier := self._states.take():
+                verdict = replace(verdict, hidden_states=(*earlier, *verdict.hidden_states))
+            return verdict
+
+    def _take(self, answer: pb.VerifyResponse) -> bool:
+        """Take what comes between verdicts; False: it is something else."""
+        kind, draft = answer.WhichOneof("kind"), self.draft
+        if draft is not None and kind == "draft_opened":
+            draft.open(codec.decode_draft_opened(answer.draft_opened))
+        elif draft is not None and kind == "draft_lost":
+            draft.lose(answer.draft_lost.epoch, rebuild_error(answer.draft_lost.code, answer.draft_lost.text, {}))
+        elif kind == "relayed":
+            self._pass_question(answer.relayed)
+        elif kind == "hidden_states":
+            self._states.add(codec.decode_verdict_states(answer.hidden_states))
+        else:
+            return False
+        return True
 
     async def close(self) -> None:
         """Release the cache. Idempotent."""
         while self._relayed:
             self._relayed.popitem()[1].close()
-        if self._draft is not None:
-            self._draft.end()
+        if self.draft is not None:
+            self.draft.end()
         await self._stream.close()

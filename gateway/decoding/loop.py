@@ -37,7 +37,7 @@ from specdec.errors import (
     Unavailable,
 )
 from specdec.params import parameters
-from specdec.types import FinishReason, Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.types import DraftOpening, FinishReason, Proposal, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Decoding:
             timeout_s=settings.draft_timeout_s,
             on_proposal=self._on_proposal,
             open_direct=self._open_direct,
+            is_direct=self._is_direct,
         )
         self._lookup = LookupClient([context.lookups[each] for each in self._drafters.lookups], self._state)
         self._pace: Pace = FixedPace(0)
@@ -210,25 +211,28 @@ class Decoding:
         """Whether nothing comes of the target without being asked for."""
         return self._target.is_idle and not self._draft.is_asked_by_target
 
-    async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DirectDraftSession | None:
-        """Have the target open a draft's session and ask the draft itself; None where that cannot be.
+    def _is_direct(self, replica: Replica[DraftBackend]) -> bool:
+        """Whether the target may ask a draft itself.
 
         The target must be reached over a Unix socket: then it is on this machine, and reaches the draft as the gateway
         does, but for certificates, which it has none of. Lookups are compared with what the draft brings, so the
         gateway asks both.
         """
-        target, settings = self._replica, self._context.settings
+        if self._lookup.is_on or isinstance(replica.backend, DraftRelay):
+            return False
+        reaches = _is_local(replica) or not self._context.settings.backend_tls
+        return reaches and self._replica is not None and _is_local(self._replica)
+
+    async def _open_direct(self, replica: Replica[DraftBackend], opening: DraftOpening) -> DirectDraftSession | None:
+        """Have the target open a draft's session and ask the draft itself; None where that cannot be."""
         if isinstance(replica.backend, DraftRelay):
-            return await self._target.open_draft("", spec, settings.draft_timeout_s, replica.backend)
-        if self._lookup.is_on or target is None or not _is_local(target):
+            return await self._target.open_draft(replace(opening, address=""), replica.backend)
+        if not self._is_direct(replica):
             return None
-        if settings.backend_tls and not _is_local(replica):
-            return None
-        timeout_s = settings.draft_timeout_s
         try:
-            return await self._target.open_draft(replica.name, spec, timeout_s)
+            return await self._target.open_draft(opening)
         except Unavailable as error:
-            logger.debug("target %s does not reach draft %s: %s", target.name, replica.name, error)
+            logger.debug("the target does not reach draft %s: %s", replica.name, error)
             return None
 
     async def _open(self, replica: Replica[TargetBackend]) -> Verdict:
@@ -241,19 +245,24 @@ class Decoding:
             replica, self._drafters.lookups, is_predicted=bool(self.request.prediction)
         )
         num_remaining = self._state.num_remaining
-        if self._num_draft_tokens(num_remaining):
-            draft.prepare()
+        opening = None
+        if k := self._num_draft_tokens(num_remaining):
+            opening = draft.opening(k)
+            if opening is None:
+                draft.prepare()
         # While no draft is wanted the rest can be asked for at once; the first verdict brings one token of it.
         num_multi_step = 0 if self._pace.k else num_remaining - 1
         states = draft.hidden_states_spec()
         try:
-            first = await target.open(num_multi_step, states)
+            first = await target.open(num_multi_step, states, opening)
         except InvalidRequest as error:
             if not states.layers or error.param != "hidden_state_layers":
                 raise
             logger.warning("the draft reads hidden states that target %s does not have: %s", replica.name, error)
             draft.refuse(error)
             first = await target.open(num_multi_step, HiddenStateSpec())
+        if opening is not None:
+            draft.opened_beside(target.direct_draft, k)
         self._clock_ns = None
         self._pace.record(first, 0, self._committed_ns(first))
         self.answered = None

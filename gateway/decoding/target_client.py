@@ -17,7 +17,7 @@ from specdec.backends import DraftOpener, DraftRelay, TargetBackend, TargetSessi
 from specdec.backoff import backoff_s
 from specdec.direct_draft import DirectDraftSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
-from specdec.types import SessionSpec, TargetOpened, Verdict
+from specdec.types import DraftOpening, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ class TargetClient:
         #: drops it.
         self._early: list[RoundRequest] = []
         self._is_ending = False
-        #: Drafted tokens of a round that the target asks a draft for, at most.
-        self._num_direct = 0
         self._session: TargetSession | None = None
         self._has_opened = asyncio.Event()
         self._replica: Replica[TargetBackend] | None = None
@@ -101,16 +99,18 @@ class TargetClient:
         )
         return self._replica
 
-    async def open(self, num_multi_step: int, states: HiddenStateSpec) -> Verdict:
+    async def open(self, num_multi_step: int, states: HiddenStateSpec, draft: DraftOpening | None = None) -> Verdict:
         """Open a session on the replica picked; its first verdict.
 
-        ``num_multi_step``: tokens to decode right after it; ``states``: the hidden states verdicts carry.
+        ``num_multi_step``: tokens to decode right after it; ``states``: the hidden states verdicts carry; ``draft``:
+        what the target should open meanwhile (:attr:`direct_draft`).
         """
         assert self._replica is not None, "pick a replica first"
         spec = replace(
             self._state.spec(self._epoch, with_prompt_logprobs=self.opened is None),
             num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
+            draft=draft,
         )
         spec = states.asked_in(spec)
         self._session = session = await self._replica.backend.open(spec)
@@ -123,9 +123,12 @@ class TargetClient:
         self._first_session = self._first_session or session
         return first
 
-    async def open_draft(
-        self, address: str, spec: SessionSpec, timeout_s: float, relay: DraftRelay | None = None
-    ) -> DirectDraftSession | None:
+    @property
+    def direct_draft(self) -> DirectDraftSession | None:
+        """The draft that the target asks, open or not."""
+        return self._session.draft if isinstance(self._session, DraftOpener) else None
+
+    async def open_draft(self, opening: DraftOpening, relay: DraftRelay | None = None) -> DirectDraftSession | None:
         """Have the target open the session of a draft, at an address or behind ``relay``, which it asks itself then;
         None where it cannot. Waits for a session of the target's own.
 
@@ -136,15 +139,13 @@ class TargetClient:
         await self._has_opened.wait()
         session = self._open_session
         opened = session.opened
-        asks = opened.asks_drafts if address.startswith("unix:") else opened.asks_remote_drafts
+        asks = opened.asks_drafts if opening.address.startswith("unix:") else opened.asks_remote_drafts
         if relay is not None:
             asks = opened.asks_relayed_drafts
         if not asks or not isinstance(session, DraftOpener):
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
-            draft = await session.open_draft(address, spec, timeout_s, relay)
-        self._num_direct = draft.opened.num_speculative_tokens
-        return draft
+            return await session.open_draft(opening, relay)
 
     def start(self, round_: RoundRequest, multi_step_tokens: int = 0) -> None:
         """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
@@ -256,10 +257,11 @@ class TargetClient:
     def _is_possible(self, verdict: Verdict) -> bool:
         """Whether a verdict answers what was asked for; one that does not comes of a fault of the target."""
         rounds = self._early if self.round is None else [self.round]
-        num_asked = max((len(asked.proposal.token_ids) for asked in rounds), default=self._num_direct)
+        num_direct = 0 if self.direct_draft is None else self.direct_draft.opened.num_speculative_tokens
+        num_asked = max((len(asked.proposal.token_ids) for asked in rounds), default=num_direct)
         token_ids, num_left, num_remaining = verdict.token_ids, verdict.num_multi_step_left, self._state.num_remaining
         # A target that may ask a draft decodes in multi-step where it does not.
-        end = len(self._state) + num_remaining if self._num_direct else self._multi_step_end
+        end = len(self._state) + num_remaining if num_direct else self._multi_step_end
         return (
             len(token_ids) <= num_remaining
             and (not num_left or verdict.base_len + len(token_ids) + num_left <= end)
@@ -275,7 +277,6 @@ class TargetClient:
         self.round, self.num_multi_step_left = None, 0
         self._forget_multi_step()
         self._has_opened.clear()
-        self._num_direct = 0
         session, self._session = self._session, None
         if session is not None:
             task = asyncio.create_task(close_session(session))

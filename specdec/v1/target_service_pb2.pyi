@@ -126,6 +126,7 @@ class OpenDraft(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_HEADERS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the target's session."""
     address: _builtins.str
@@ -134,6 +135,10 @@ class OpenDraft(_message.Message):
     """
     timeout_ms: _builtins.int
     """Milliseconds that a proposal may take."""
+    num_draft_tokens: _builtins.int
+    """In an opening: what draft_length would ask for as soon as the draft is open. Until then the target decodes in
+    multi-step, up to the limits of the session.
+    """
     @_builtins.property
     def session(self) -> _draft_service_pb2.OpenDraftSession:
         """The opening, without token_ids: the target adds those that are committed."""
@@ -150,10 +155,11 @@ class OpenDraft(_message.Message):
         session: _draft_service_pb2.OpenDraftSession | None = ...,
         timeout_ms: _builtins.int = ...,
         trace_headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        num_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "session", b"session", "timeout_ms", b"timeout_ms", "trace_headers", b"trace_headers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_draft_tokens", b"num_draft_tokens", "session", b"session", "timeout_ms", b"timeout_ms", "trace_headers", b"trace_headers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,6 +223,7 @@ class OpenTargetSession(_message.Message):
     HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
     PACKS_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing."""
     epoch: _builtins.int
@@ -276,6 +283,12 @@ class OpenTargetSession(_message.Message):
     def structured_outputs(self) -> _types_pb2.StructuredOutputs:
         """What the output must look like; unset: anything. The target draws only tokens that continue such a text."""
 
+    @_builtins.property
+    def draft(self) -> Global___OpenDraft:
+        """A draft to open while the prompt is prefilled; draft_opened or draft_lost may come before opened. Instead of
+        multi_step_tokens. Older targets do not do it, see TargetSessionOpened.opens_draft.
+        """
+
     def __init__(
         self,
         *,
@@ -301,10 +314,11 @@ class OpenTargetSession(_message.Message):
         hidden_state_dtype: _builtins.str = ...,
         hidden_state_map: _builtins.str = ...,
         packs_logprobs: _builtins.bool = ...,
+        draft: Global___OpenDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "draft", b"draft", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "draft", b"draft", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -500,6 +514,7 @@ class TargetSessionOpened(_message.Message):
     ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     ASKS_RELAYED_DRAFTS_FIELD_NUMBER: _builtins.int
     WANTS_STATE_MAP_FIELD_NUMBER: _builtins.int
+    OPENS_DRAFT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -518,6 +533,8 @@ class TargetSessionOpened(_message.Message):
     """Whether it takes open_draft without an address."""
     wants_state_map: _builtins.bool
     """Whether the target would take the session's hidden_state_map (PutStateMap), which it does not have."""
+    opens_draft: _builtins.bool
+    """Whether the target opens the draft that the opening names."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -535,10 +552,11 @@ class TargetSessionOpened(_message.Message):
         asks_remote_drafts: _builtins.bool = ...,
         asks_relayed_drafts: _builtins.bool = ...,
         wants_state_map: _builtins.bool = ...,
+        opens_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification", "wants_state_map", b"wants_state_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_relayed_drafts", b"asks_relayed_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "opens_draft", b"opens_draft", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification", "wants_state_map", b"wants_state_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -310,7 +310,7 @@ class Session:
         """Whether verdicts come without being asked for: of multi-step decode, or of rounds of a draft that the target
         asks.
         """
-        return self._progress.is_multi_step or self.on_committed is not None
+        return self.finish_reason is None and (self._progress.is_multi_step or self.on_committed is not None)
 
     @property
     def idle_ns(self) -> int:

@@ -221,9 +221,12 @@ class FakeTarget(FakeBackend):
         #: Nanoseconds that drafts say they took for the proposals verified.
         self.draft_ns = 0
 
-    async def open(self, spec, on_states=None):
+    async def open(self, spec, on_states=None, on_admitted=None):
         await self.work("open", self.open_latency_s)
-        return FakeTargetSession(self, spec)
+        session = FakeTargetSession(self, spec)
+        if on_admitted is not None:
+            on_admitted(session)
+        return session
 
 
 class FakeTargetSession(FakeSession):

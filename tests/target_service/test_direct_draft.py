@@ -14,7 +14,7 @@ from specdec.rpc.framed.address import framed_path
 from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
-from specdec.types import DraftedRound, FinishReason, SessionSpec
+from specdec.types import DraftedRound, DraftOpening, FinishReason, SessionSpec
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import draft_service_pb2_grpc as draft_grpc
 from specdec.v1 import target_service_pb2 as pb
@@ -75,6 +75,11 @@ async def serving_draft(draft, folder):
         await server.stop()
 
 
+def opening_of(spec, address, *, epoch=7, timeout_s=5.0, num_draft_tokens=0):
+    draft = SessionSpec(session_id="draft", epoch=epoch, token_ids=(), prompt_len=spec.prompt_len, params=spec.params)
+    return DraftOpening(address, draft, timeout_s, num_draft_tokens)
+
+
 class DirectClient(Client):
     """A session over a socket, whose draft the target asks."""
 
@@ -84,17 +89,19 @@ class DirectClient(Client):
         #: What came besides verdicts.
         self.told = []
 
+    async def open(self):
+        while (answer := await self.stream.receive()).WhichOneof("kind") != "opened":
+            self.told.append(answer)
+        self.opened = codec.decode_target_opened(answer.opened)
+        self.first = await self.verdict()
+
     async def __aenter__(self):
         self.stream.post(codec.encode_open_target(self.spec))
         return self
 
     async def open_draft(self, address, *, timeout_ms=5000, epoch=7):
-        spec = SessionSpec(
-            session_id="draft", epoch=epoch, token_ids=(), prompt_len=self.spec.prompt_len, params=self.spec.params
-        )
-        opening = codec.encode_open_draft(spec).open
-        message = pb.OpenDraft(epoch=1, address=address, session=opening, timeout_ms=timeout_ms)
-        self.stream.post(pb.VerifyRequest(open_draft=message))
+        opening = opening_of(self.spec, address, epoch=epoch, timeout_s=timeout_ms / 1e3)
+        self.stream.post(pb.VerifyRequest(open_draft=codec.encode_draft_opening(1, opening)))
 
     def draft(self, num_draft_tokens):
         self.stream.post(pb.VerifyRequest(draft_length=pb.DraftLength(epoch=1, num_draft_tokens=num_draft_tokens)))
@@ -180,7 +187,7 @@ async def test_rounds_without_messages_of_the_gateway(start_core, serve, plain, 
 
 async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monkeypatch):
     """Nobody waits for them: the gateway chose their lengths before."""
-    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 0.5)
+    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 20.0)  # the end of the text does not wait
     prompt = make_prompt(1)
     text = plain(prompt, NUM_TOKENS)
     draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))
@@ -189,7 +196,8 @@ async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monke
             await client.open_draft(address)
             await client.until_told("draft_opened")
             client.draft(K)
-            verdicts = await client.rest()
+            async with asyncio.timeout(10.0):
+                verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
         groups = sum(not verdict.is_followed for verdict in verdicts)
         assert groups <= 3 < len(verdicts)
@@ -206,7 +214,7 @@ async def test_lengths_change_while_rounds_run(start_core, serve, plain, tmp_pat
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
             await client.open_draft(address)
-            client.draft(1)  # before it is open: nothing follows from it
+            client.draft(1)  # before it is open: from then on
             await client.until_told("draft_opened")
             client.draft(2)
             verdicts = await client.rest(lambda _: client.draft(next(lengths)))
@@ -435,6 +443,72 @@ async def test_a_second_draft_replaces_the_first(start_core, serve, plain, tmp_p
             client.draft(K)
             assert tokens_of(client.first, await client.rest()) == text
         await until(lambda: draft.ended == 2)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_draft_is_opened_beside_the_prompt(start_core, serve, plain, tmp_path, is_late):
+    """Rounds begin once it is open, without a message; until then the target decodes."""
+    prompt, num_tokens = make_prompt(12), 200 if is_late else NUM_TOKENS
+    text = plain(prompt, num_tokens)
+    draft = ScriptedDraft(drafts(text, prompt))
+    may_open, answer = asyncio.Event(), draft.Draft
+    if not is_late:
+        may_open.set()
+
+    async def opening(request_iterator, context):
+        await may_open.wait()
+        await answer(request_iterator, context)
+
+    draft.Draft = opening
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        asked = opening_of(make_spec(prompt), address, num_draft_tokens=K)
+        async with session(serve, core, tmp_path, prompt, draft=asked, max_tokens=num_tokens) as client:
+            assert client.opened.opens_draft
+            verdicts = await client.rest(lambda _: may_open.set())
+        assert tokens_of(client.first, verdicts) == text
+        is_round = [verdict.drafted is not None for verdict in verdicts]
+        assert is_round == sorted(is_round)  # first it decodes
+        assert is_round[-1]
+        assert is_late or is_round.index(True) < 20
+        await until(lambda: draft.ended == draft.opened == 1)
+        await until_clean(core)
+
+
+@pytest.mark.parametrize("address", ["unix:{}/nobody", "unix-abstract:draft"])
+async def test_a_draft_of_the_opening_that_cannot_be_reached(start_core, serve, plain, tmp_path, address):
+    prompt = make_prompt(13)
+    asked = opening_of(make_spec(prompt), address.format(tmp_path), num_draft_tokens=K)
+    async with start_core() as core, session(serve, core, tmp_path, prompt, draft=asked) as client:
+        if not client.opened.opens_draft:  # nobody listens at such an address: the gateway asks for tokens
+            assert address.startswith("unix-abstract")
+            decode = pb.MultiStepDecode(epoch=1, committed_len=client.first.committed_len, num_tokens=NUM_TOKENS)
+            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+        verdicts = await client.rest()
+        assert tokens_of(client.first, verdicts) == plain(prompt, NUM_TOKENS)
+        assert [told.draft_lost.code for told in client.told] == ["UNAVAILABLE"] * client.opened.opens_draft
+
+
+async def test_a_session_that_ends_in_its_prompt_ends_the_draft(start_core, serve, tmp_path, monkeypatch):
+    prompt = make_prompt(14)
+    draft = ScriptedDraft(silent)
+    stuck = asyncio.Event()
+
+    async def never(session):
+        await stuck.wait()
+
+    monkeypatch.setattr(core_module.Session, "start", never)
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        asked = opening_of(make_spec(prompt), address, num_draft_tokens=K)
+        target = f"unix:{tmp_path}/target"
+        async with serve(core, port=0, socket=target):
+            stream = await FramedStream.open(
+                framed_path(target), "/specdec.v1.TargetService/Verify", pb.VerifyResponse.FromString
+            )
+            stream.post(codec.encode_open_target(make_spec(prompt, draft=asked)))
+            await until(lambda: draft.opened == 1)
+            await stream.close()
+            await until(lambda: draft.ended == 1)
+            await until_clean(core)
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -26,38 +26,45 @@ class AskingTarget(FakeTarget):
         super().__init__(latency_s=0.0001)
         self.remote = remote
         self.asked = []
+        #: Drafts that the openings named.
+        self.named = []
 
-    async def open(self, spec, on_states=None):
+    async def open(self, spec, on_states=None, on_admitted=None):
+        self.named.append(spec.draft and (spec.draft.address, spec.draft.num_draft_tokens))
         session = AskingSession(self, spec)
         session.opened = replace(session.opened, asks_drafts=True, asks_remote_drafts=self.remote)
         return session
 
 
 class AskingSession(FakeTargetSession):
-    async def open_draft(self, address, spec, timeout_s, relay=None):
-        self.backend.asked.append(address)
+    draft = None
+
+    async def open_draft(self, opening, relay=None):
+        self.backend.asked.append(opening.address)
         raise Unavailable("not reached")
 
 
 @pytest.mark.parametrize(
-    ("target_name", "draft_name", "remote", "tls", "is_asked"),
+    ("names", "remote", "tls", "is_named", "is_asked"),
     [
-        (LOCAL, LOCAL, False, False, True),
-        (LOCAL, LOCAL, False, True, True),
-        (LOCAL, REMOTE, True, False, True),
-        (LOCAL, REMOTE, False, False, False),  # an older target
-        (LOCAL, REMOTE, True, True, False),  # which has no certificates for it
-        (REMOTE, REMOTE, True, False, False),
+        ((LOCAL, LOCAL), False, False, True, True),
+        ((LOCAL, LOCAL), False, True, True, True),
+        ((LOCAL, REMOTE), True, False, True, True),
+        ((LOCAL, REMOTE), False, False, True, False),  # an older target
+        ((LOCAL, REMOTE), True, True, False, False),  # which has no certificates for it
+        ((REMOTE, REMOTE), True, False, False, False),
     ],
 )
-async def test_who_asks_the_draft(target_name, draft_name, remote, tls, is_asked):
-    target, draft = AskingTarget(remote=remote), FakeDraft()
+async def test_who_asks_the_draft(names, remote, tls, is_named, is_asked):
+    """The opening names it; a target that does not open it then is asked to."""
+    target, draft, (target_name, draft_name) = AskingTarget(remote=remote), FakeDraft(), names
     router = Router([Replica(target_name, target, info=target.model)], [Replica(draft_name, draft, info=draft.model)])
     router.target_up(router.targets.replicas[0], target.model)
     settings = GatewaySettings(fixed_draft_length=True, **({"backend_ssl_ca_certs": "ca.pem"} if tls else {}))
     out, decoding = await run(DecodingContext(router, settings), request_of(4, max_tokens=60))
     assert out == reference(PROMPT, params(max_tokens=60))
     assert target.asked == [draft_name] * is_asked
+    assert target.named == [(draft_name, 4) if is_named else None]
     assert decoding.metrics.num_spec_steps > 0
 
 
