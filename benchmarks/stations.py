@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NoReturn
-
-from specdec.errors import Unavailable
+from typing import Any, Final
 
 #: How rounds go: "direct", "frames" or "grpc"; with the latter two the gateway asks the draft.
 ROUTE: Final = "TANDEM_BENCHMARK_ROUTE"
@@ -91,18 +89,14 @@ def _watched(function: Callable[..., Any], station: str, *, at_call: bool) -> Ca
     return awaited if inspect.iscoroutinefunction(function) else called
 
 
-async def _refuse(*_: Any) -> NoReturn:
-    raise Unavailable("the gateway asks the draft")
-
-
 def main() -> None:
     """Run the module, then write what was noted."""
     log, module = Path(sys.argv[1]), sys.argv[2]
     sys.argv = [module, *sys.argv[3:]]
     watch(module)
     if module == "gateway" and (route := os.environ[ROUTE]) != "direct":
-        gateway: Any = import_module("gateway.backends.target")
-        gateway.GrpcTargetSession.open_draft = _refuse
+        loop: Any = import_module("gateway.decoding.loop")
+        loop.Decoding._is_direct = lambda *_: False
         if route == "grpc":
             info: Any = import_module("gateway.backends.info")
             info.framed_path = lambda address: None

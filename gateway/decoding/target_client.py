@@ -52,6 +52,8 @@ class TargetClient:
         self._early: list[RoundRequest] = []
         self._is_ending = False
         self._session: TargetSession | None = None
+        #: The same where it can ask drafts.
+        self._opener: DraftOpener | None = None
         self._has_opened = asyncio.Event()
         self._replica: Replica[TargetBackend] | None = None
         self._epoch = 0
@@ -114,6 +116,7 @@ class TargetClient:
         )
         spec = states.asked_in(spec)
         self._session = session = await self._replica.backend.open(spec)
+        self._opener = session if isinstance(session, DraftOpener) else None
         if session.opened.wants_state_map:
             self._router.carry_state_map(self._replica, spec)
         self._multi_step_end = len(self._state) + 1 + num_multi_step
@@ -126,7 +129,7 @@ class TargetClient:
     @property
     def direct_draft(self) -> DirectDraftSession | None:
         """The draft that the target asks, open or not."""
-        return self._session.draft if isinstance(self._session, DraftOpener) else None
+        return None if self._opener is None else self._opener.draft
 
     async def open_draft(self, opening: DraftOpening, relay: DraftRelay | None = None) -> DirectDraftSession | None:
         """Have the target open the session of a draft, at an address or behind ``relay``, which it asks itself then;
@@ -137,15 +140,14 @@ class TargetClient:
             TimeoutError: it takes too long.
         """
         await self._has_opened.wait()
-        session = self._open_session
-        opened = session.opened
+        opened = self._open_session.opened
         asks = opened.asks_drafts if opening.address.startswith("unix:") else opened.asks_remote_drafts
         if relay is not None:
             asks = opened.asks_relayed_drafts
-        if not asks or not isinstance(session, DraftOpener):
+        if not asks or self._opener is None:
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
-            return await session.open_draft(opening, relay)
+            return await self._opener.open_draft(opening, relay)
 
     def start(self, round_: RoundRequest, multi_step_tokens: int = 0) -> None:
         """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
@@ -277,7 +279,7 @@ class TargetClient:
         self.round, self.num_multi_step_left = None, 0
         self._forget_multi_step()
         self._has_opened.clear()
-        session, self._session = self._session, None
+        session, self._session, self._opener = self._session, None, None
         if session is not None:
             task = asyncio.create_task(close_session(session))
             self._closing.add(task)
