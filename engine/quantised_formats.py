@@ -43,10 +43,15 @@ class QuantisedFormat:
     file: str | None = None
 
 
-def read_format(quantization: Mapping[str, Any], model_type: str) -> QuantisedFormat | str:
-    """What a ``quantization_config`` with a method that is read here means; or, as text, what of it is not read."""
+def read_format(quantization: Mapping[str, Any], model_type: str | None) -> QuantisedFormat | str:
+    """What a ``quantization_config`` with a method that is read here means; or, as text, what of it is not read.
+
+    ``model_type`` None: of a draft head.
+    """
     method = str(quantization.get("quant_method"))
-    if model_type not in MODEL_TYPES:
+    if model_type is None and method == "gguf":
+        return "a head in a GGUF file"
+    if model_type is not None and model_type not in MODEL_TYPES:
         return f"weights quantised by {method!r} in a {model_type!r} model; they are read of {', '.join(MODEL_TYPES)}"
     found = _READERS[method](quantization)
     return f"weights quantised by {method!r} with {found}" if isinstance(found, str) else found

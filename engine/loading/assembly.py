@@ -21,10 +21,9 @@ from engine.checkpoint_files import CheckpointFiles
 from engine.gguf_config import tensor_names
 from engine.gguf_file import GgufFile
 from engine.grouped_weight import GroupedWeight
-from engine.native.library import give_back_freed
 from engine.native.rounded import GroupedLinear, group_linears, round_weight
 from engine.quantised.gguf_blocks import read_grouped, read_plain
-from engine.quantised.packed_integers import read_linear
+from engine.quantised.packed_integers import OF_LINEARS, REAL_DTYPES, parts_of, read_linear
 from engine.quantised_formats import QuantisedFormat
 from specdec.errors import InvalidRequest, ModelNotSupported
 
@@ -49,17 +48,11 @@ class PackedSource:
     def __init__(self, files: CheckpointFiles, stored: QuantisedFormat, stack: ExitStack) -> None:
         """The files stay open until the stack is closed."""
         self._stored = stored
-        self._parts: dict[str, list[str]] = {}  # of each layer, the last parts of its tensors' names
         self._open: dict[str, Any] = {}
         for path in files.weights:
             file = stack.enter_context(safe_open(path, "pt"))
             self._open |= dict.fromkeys(file.keys(), file)
-        for name in self._open:
-            prefix, _, last = name.rpartition(".")
-            if ".weight." in name:  # what bitsandbytes keeps of a weight
-                prefix, _, last = name.partition(".weight.")
-                last = f"weight.{last}"
-            self._parts.setdefault(prefix, []).append(last)
+        self._parts = parts_of(self._open)
 
     @property
     def names(self) -> Iterable[str]:
@@ -78,7 +71,7 @@ class PackedSource:
             ModelNotSupported: tensors of the layer are missing or do not fit together.
         """
         marker, parts = self._stored.marker, self._parts.get(prefix, ())
-        if marker not in parts or self.read(f"{prefix}.{marker}").dtype in _REAL_DTYPES:
+        if marker not in parts or self.read(f"{prefix}.{marker}").dtype in REAL_DTYPES:
             return None
         try:
             return read_linear(self._stored, {part: self.read(f"{prefix}.{part}") for part in parts})
@@ -147,16 +140,6 @@ class GgufSource:
 #: What the architectures of :data:`engine.quantised_formats.MODEL_TYPES` call their embedding and output layer.
 EMBEDDING: Final = "model.embed_tokens"
 OUTPUT: Final = "lm_head"
-_REAL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-#: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
-_OF_LINEARS: Final = frozenset(
-    """
-    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
-    qweight qzeros scales g_idx weight_scale_inv input_scale SCB weight_format weight.absmax weight.quant_map
-    weight.nested_absmax weight.nested_quant_map weight.quant_state.bitsandbytes__nf4
-    weight.quant_state.bitsandbytes__fp4
-    """.split()  # noqa: SIM905
-)
 
 
 def assemble(
@@ -204,7 +187,6 @@ def assemble(
         )
     if on_cpu and any(isinstance(module, GroupedLinear) for module in model.modules()):
         group_linears(model, rounds=rounds)
-    give_back_freed(sum(parameter.nbytes for parameter in model.parameters()))
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)
@@ -237,5 +219,4 @@ def _take_linears(model: nn.Module, source: TensorSource, dtype: torch.dtype, ta
             taken.add(f"{name}.bias")
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = GroupedLinear(weight, dtype, bias)
-        taken |= {f"{name}.{part}" for part in _OF_LINEARS}
-        give_back_freed(weight.in_features * weight.out_features)
+        taken |= {f"{name}.{part}" for part in OF_LINEARS}

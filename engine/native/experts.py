@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.native.library import DTYPES, Memory, NativeLibrary, give_back_freed, load
+from engine.native.library import DTYPES, Memory, NativeLibrary, load
 from engine.native.linears import Matrix, NativeLinear, group_bytes, pack_group
 from engine.recurrent.even import run_evenly
 
@@ -49,10 +49,9 @@ def _packed(library: NativeLibrary, module: nn.Module, name: str, num_threads: i
     matrices = [Matrix(weight) for weight in weights]
     memory = Memory(library, sum(group_bytes(library, [matrix]) for matrix in matrices))
     packed = [pack_group(library, memory, [matrix], num_threads)[0] for matrix in matrices]
-    dtype, num_bytes = weights.dtype, weights.nbytes
+    dtype = weights.dtype
     setattr(module, name, nn.Parameter(weights.new_empty(0), requires_grad=False))
     del matrices, weights
-    give_back_freed(num_bytes)
     return [NativeLinear(weight, dtype, None, num_threads) for weight in packed]
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.mixers import Mixer
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weight
-from engine.native.library import Memory, NativeLibrary, give_back_freed
+from engine.native.library import Memory, NativeLibrary
 from engine.native.linears import JoinedLinear, NativeLinear, PackedWeight, group_bytes, pack_group, run_of
 from engine.native.mixer import mixer_fields
 from engine.native.model_structs import CLayer, CLinear, CMixer
@@ -84,7 +84,6 @@ class Packing:
         for name, linear in zip(group.names, replaced, strict=True):
             setattr(group.parent, name, linear)
         del layers, matrices
-        give_back_freed(sum(weight.num_bytes for weight in packed))
         self.keep(packed)
         return CLinear(
             packed[0].address,

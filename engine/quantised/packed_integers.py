@@ -24,7 +24,7 @@ Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing, transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -37,7 +37,31 @@ _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Twice the number that each e2m1 code stands for.
 _E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+#: Of weights that are not quantised.
+REAL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+#: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
+OF_LINEARS: Final = frozenset(
+    """
+    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
+    qweight qzeros scales g_idx weight_scale_inv input_scale SCB weight_format weight.absmax weight.quant_map
+    weight.nested_absmax weight.nested_quant_map weight.quant_state.bitsandbytes__nf4
+    weight.quant_state.bitsandbytes__fp4
+    """.split()  # noqa: SIM905
+)
+
 Tensors = Mapping[str, torch.Tensor]
+
+
+def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """By the names of modules, the last parts of their tensors' names."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        if ".weight." in name:  # what bitsandbytes keeps of a weight
+            prefix, _, last = name.partition(".weight.")
+            last = f"weight.{last}"
+        parts.setdefault(prefix, []).append(last)
+    return parts
 
 
 def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
