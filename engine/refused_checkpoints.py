@@ -122,7 +122,7 @@ def _method(files: CheckpointFiles) -> str | None:
     if files.quantization is None or _is_bitsandbytes(files):
         return None
     method = files.quantization.get("quant_method")
-    if method in METHODS or files.is_head:
+    if method in METHODS or (files.is_head and method != "mxfp4"):
         found = files.named_format
         if found is not None:
             return found if isinstance(found, str) else None

@@ -18,12 +18,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoint_files import CheckpointFiles
+from engine.freed_memory import give_back_freed
 from engine.gguf_config import tensor_names
 from engine.gguf_file import GgufFile
 from engine.grouped_weight import GroupedWeight
+from engine.native.experts import GroupedExperts
 from engine.native.rounded import GroupedLinear, group_linears, round_weight
 from engine.quantised.gguf_blocks import read_grouped, read_plain
-from engine.quantised.packed_integers import OF_LINEARS, REAL_DTYPES, parts_of, read_linear
+from engine.quantised.packed_integers import OF_LINEARS, REAL_DTYPES, parts_of, read_experts, read_linear
 from engine.quantised_formats import QuantisedFormat
 from specdec.errors import InvalidRequest, ModelNotSupported
 
@@ -168,7 +170,9 @@ def assemble(
         )
     taken: set[str] = set()
     _take_linears(model, source, dtype, taken)
+    has_linears = bool(taken)
     names = set(source.names)
+    _take_experts(model, source, names, dtype, taken)
     for name, parameter in list(model.named_parameters()):
         if name not in names:
             continue
@@ -185,11 +189,34 @@ def assemble(
             f"{folder} lacks {len(absent)} of the model's weights ({', '.join(absent[:4])}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    if on_cpu and any(isinstance(module, GroupedLinear) for module in model.modules()):
+    if on_cpu and has_linears:
         group_linears(model, rounds=rounds)
+    give_back_freed(sum(parameter.nbytes for parameter in model.parameters()))
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)
+
+
+def _take_experts(model: nn.Module, source: TensorSource, names: set[str], dtype: torch.dtype, taken: set[str]) -> None:
+    """Put :class:`GroupedExperts` in the place of experts that the source has in MXFP4."""
+    for name, module in list(model.named_modules()):
+        if f"{name}.down_proj_blocks" not in names:
+            continue
+        layers: list[list[GroupedLinear]] = []
+        for own in ("gate_up_proj", "down_proj"):
+            parts = [f"{name}.{own}_{part}" for part in ("blocks", "scales", "bias")]
+            if absent := [part for part in parts if part not in names]:
+                raise ModelNotSupported(f"{', '.join(absent)} are missing beside {name}.down_proj_blocks")
+            blocks, scales, biases = map(source.read, parts)
+            weights = read_experts(blocks, scales)
+            size = getattr(module, own).transpose(1, 2).shape
+            if (len(weights), weights[0].out_features, weights[0].in_features) != size:
+                raise ModelNotSupported(f"{name}.{own}_blocks are {tuple(blocks.shape)}, which is not {tuple(size)}")
+            rows = (nn.Parameter(bias.to(dtype), requires_grad=False) for bias in biases)
+            layers.append([GroupedLinear(weight, dtype, bias) for weight, bias in zip(weights, rows, strict=True)])
+            taken.update(parts)
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = GroupedExperts(module, *layers)
 
 
 def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -220,3 +247,4 @@ def _take_linears(model: nn.Module, source: TensorSource, dtype: torch.dtype, ta
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = GroupedLinear(weight, dtype, bias)
         taken |= {f"{name}.{part}" for part in OF_LINEARS}
+        give_back_freed(weight.in_features * weight.out_features)

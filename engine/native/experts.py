@@ -11,7 +11,25 @@ from torch import nn
 
 from engine.native.library import DTYPES, Memory, NativeLibrary, load
 from engine.native.linears import Matrix, NativeLinear, group_bytes, pack_group
+from engine.native.rounded import GroupedLinear
 from engine.recurrent.even import run_evenly
+
+
+class GroupedExperts(nn.Module):
+    """Experts as linear layers of their own, in the place of a module that has all their weights in one tensor."""
+
+    has_gate = True
+
+    def __init__(self, module: Any, gate_up: Sequence[GroupedLinear], down: Sequence[GroupedLinear]) -> None:
+        """Of ``module`` the activation between both layers is taken."""
+        super().__init__()
+        self._apply_gate = module._apply_gate
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+
+    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H], of each its experts [T, k] and their weights, to [T, H]."""
+        out: torch.Tensor = run_evenly(_run, self, self.gate_up, self.down, hidden_states, indices, weights)
+        return out
 
 
 def pack_experts(model: nn.Module, num_threads: int) -> int:
@@ -57,8 +75,8 @@ def _packed(library: NativeLibrary, module: nn.Module, name: str, num_threads: i
 
 def _run(  # noqa: PLR0917 - ends with what transformers gives it
     module: Any,
-    into: Sequence[NativeLinear],
-    out: Sequence[NativeLinear],
+    into: Sequence[nn.Module] | nn.ModuleList,
+    out: Sequence[nn.Module] | nn.ModuleList,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.freed_memory import give_back_freed
 from engine.mixers import Mixer
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weight
@@ -84,6 +85,7 @@ class Packing:
         for name, linear in zip(group.names, replaced, strict=True):
             setattr(group.parent, name, linear)
         del layers, matrices
+        give_back_freed(sum(weight.num_bytes for weight in packed))
         self.keep(packed)
         return CLinear(
             packed[0].address,

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.cuda.float8 import Float8Linear
 from engine.cuda.int4 import Int4Linear
+from engine.freed_memory import give_back_freed
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
 from engine.layers import is_kept_as_it_is
 from engine.native.library import DTYPES
@@ -73,11 +74,13 @@ class GroupedLinear(PackedLinear):
         assert self.grouped is not None
         if not self.grouped.rounds:
             y = self.grouped.multiply(x)
+            give_back_freed(self.in_features * self.out_features)
             return y if self.bias is None else y + self.bias
         order = self.grouped.order
         rounded = round_activations(x if order is None else x[..., order])
         fed = rounded if order is None else rounded[..., order.argsort()]
         y = self.grouped.multiply(fed)
+        give_back_freed(self.in_features * self.out_features)
         return (y if self.bias is None else y + self.bias.float()).to(self.weight.dtype)
 
 
