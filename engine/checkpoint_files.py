@@ -40,8 +40,10 @@ class TensorHeader:
 class CheckpointFiles:
     """The files of one checkpoint; each is read when it is first asked for."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, is_head: bool = False) -> None:
+        """``is_head``: it is that of a draft head."""
         self.folder = Path(folder)
+        self.is_head = is_head
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -84,11 +86,16 @@ class CheckpointFiles:
     @property
     def stored_format(self) -> QuantisedFormat | None:
         """The format of quantised weights that is read here; None: there is none, or it is not read."""
-        quantization = self.quantization if self.has("config.json") else None
+        found = self.named_format if self.has("config.json") else None
+        return found if isinstance(found, QuantisedFormat) else None
+
+    @property
+    def named_format(self) -> QuantisedFormat | str | None:
+        """The same; or, as text, why a format of a known method is not read."""
+        quantization = self.quantization
         if quantization is None or quantization.get("quant_method") not in (*METHODS, *METHODS_OF_TRANSFORMERS):
             return None
-        found = read_format(quantization, self.model_type)
-        return found if isinstance(found, QuantisedFormat) else None
+        return read_format(quantization, None if self.is_head else self.model_type)
 
     @cached_property
     def weights(self) -> tuple[Path, ...]:
@@ -106,7 +113,7 @@ class CheckpointFiles:
                 return files if index == INDEXES[0] else ()
         return tuple(self.folder / name for name in self.named("*.safetensors"))
 
-    def require_weights(self, *, is_head: bool) -> None:
+    def require_weights(self) -> None:
         """Refuse a folder without the weights of a model (of a head any file will do), or without all of them.
 
         Raises:
@@ -119,7 +126,7 @@ class CheckpointFiles:
         if (stored := self.stored_format) is not None and stored.file is not None:
             self._require([stored.file], "config.json names it")
             return
-        names = ("*.safetensors", "*.bin", "*.pt") if is_head else (*WEIGHTS, *INDEXES)
+        names = ("*.safetensors", "*.bin", "*.pt") if self.is_head else (*WEIGHTS, *INDEXES)
         if self.named(*names) or self.config.get("transformers_weights"):
             return
         raise InvalidRequest(f"{self.folder} has no weights ({', '.join(names)})", param="model")

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 #: Values of ``quant_method`` that are read here.
 METHODS: Final = ("compressed-tensors", "awq", "gptq", "gguf")
-#: Others that are read here of some architectures, bitsandbytes for a CPU, and else by transformers.
-METHODS_OF_TRANSFORMERS: Final = ("fp8", "bitsandbytes")
+#: Others that are read here of some architectures, bitsandbytes and mxfp4 for a CPU, and else by transformers.
+METHODS_OF_TRANSFORMERS: Final = ("fp8", "bitsandbytes", "mxfp4")
 #: Architectures whose quantised checkpoints are read: those that the native decoder runs.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+#: Of mxfp4, whose experts alone are quantised.
+_EXPERT_TYPES: Final = ("gpt_oss",)
 _BITS: Final = (4, 8)
 _FLOAT_BITS: Final = 8
 #: Formats of compressed-tensors with 4-bit floating-point codes, and the size of their groups.
@@ -43,11 +45,17 @@ class QuantisedFormat:
     file: str | None = None
 
 
-def read_format(quantization: Mapping[str, Any], model_type: str) -> QuantisedFormat | str:
-    """What a ``quantization_config`` with a method that is read here means; or, as text, what of it is not read."""
+def read_format(quantization: Mapping[str, Any], model_type: str | None) -> QuantisedFormat | str:
+    """What a ``quantization_config`` with a method that is read here means; or, as text, what of it is not read.
+
+    ``model_type`` None: of a draft head.
+    """
     method = str(quantization.get("quant_method"))
-    if model_type not in MODEL_TYPES:
-        return f"weights quantised by {method!r} in a {model_type!r} model; they are read of {', '.join(MODEL_TYPES)}"
+    if model_type is None and method == "gguf":
+        return "a head in a GGUF file"
+    known = _EXPERT_TYPES if method == "mxfp4" else MODEL_TYPES
+    if model_type is not None and model_type not in known:
+        return f"weights quantised by {method!r} in a {model_type!r} model; they are read of {', '.join(known)}"
     found = _READERS[method](quantization)
     return f"weights quantised by {method!r} with {found}" if isinstance(found, str) else found
 
@@ -152,6 +160,10 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
     return QuantisedFormat("bitsandbytes", 4 if quantization.get("load_in_4bit") else 8, None, marker="weight")
 
 
+def _mxfp4(_: Mapping[str, Any]) -> QuantisedFormat | str:
+    return QuantisedFormat("mxfp4", 4, 32, marker="blocks", is_float=True)
+
+
 def _group(size: Any) -> int | str:
     """A group's size; 0: all inputs; or, as text, why it is not read."""
     if size in (None, -1):
@@ -178,4 +190,5 @@ _READERS: Final = {
     "gguf": _gguf,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from engine.checkpoint_files import CheckpointFiles
-from engine.quantised_formats import METHODS, MODEL_TYPES, read_format
+from engine.quantised_formats import METHODS, MODEL_TYPES
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 
@@ -57,7 +57,6 @@ class Refusal:
     remedy: str
     #: It is looked for in the folder of a draft head, too.
     is_of_heads: bool = True
-    is_of_models: bool = True
     #: It shows in the headers of the weights only.
     reads_headers: bool = False
 
@@ -123,18 +122,13 @@ def _method(files: CheckpointFiles) -> str | None:
     if files.quantization is None or _is_bitsandbytes(files):
         return None
     method = files.quantization.get("quant_method")
+    if method in METHODS or (files.is_head and method != "mxfp4"):
+        found = files.named_format
+        if found is not None:
+            return found if isinstance(found, str) else None
     if method in QUANTIZATION_METHODS:
         return None
-    if method in METHODS:
-        found = read_format(files.quantization, files.model_type)
-        return found if isinstance(found, str) else None
     return f"weights quantised by {method!r}" if method else "a quantization_config without quant_method"
-
-
-def _packed_head(files: CheckpointFiles) -> str | None:
-    """What is read of models only."""
-    method = None if files.quantization is None else files.quantization.get("quant_method")
-    return f"a head quantised by {method!r}" if method in METHODS else None
 
 
 def _is_bitsandbytes(files: CheckpointFiles) -> bool:
@@ -181,7 +175,6 @@ REFUSALS: Final = (
     Refusal(_modelopt, _UNQUANTISED),
     Refusal(_mlx, _UNQUANTISED),
     Refusal(_method, _UNQUANTISED),
-    Refusal(_packed_head, _UNQUANTISED, is_of_models=False),
     Refusal(
         _bitsandbytes_over_plain,
         f"delete quantization_config from its config.json, or {_UNQUANTISED}",
@@ -217,11 +210,11 @@ def check_config(folder: str | Path, *, is_head: bool = False) -> None:
         ModelNotSupported: it holds a format of :data:`REFUSALS`.
         InvalidRequest: there is no ``config.json`` that can be read.
     """
-    files = CheckpointFiles(folder)
+    files = CheckpointFiles(folder, is_head=is_head)
     if files.folder.is_file():
         _refuse_file(files.folder)
     if files.folder.is_dir():
-        _check(files, is_head=is_head, reads_headers=False)
+        _check(files, reads_headers=False)
         if not files.config:
             raise InvalidRequest(f"{folder}/config.json is empty", param="model")
 
@@ -234,11 +227,11 @@ def check_checkpoint(folder: str | Path, *, is_head: bool = False) -> None:
         InvalidRequest: files are missing, truncated or damaged.
     """
     check_config(folder, is_head=is_head)
-    files = CheckpointFiles(folder)
+    files = CheckpointFiles(folder, is_head=is_head)
     if not files.folder.is_dir():
         return
-    files.require_weights(is_head=is_head)
-    _check(files, is_head=is_head, reads_headers=True)
+    files.require_weights()
+    _check(files, reads_headers=True)
 
 
 def _refuse_file(path: Path) -> NoReturn:
@@ -250,9 +243,9 @@ def _refuse_file(path: Path) -> NoReturn:
     raise InvalidRequest(f"{path} is a file; give the folder of a checkpoint in Hugging Face format", param="model")
 
 
-def _check(files: CheckpointFiles, *, is_head: bool, reads_headers: bool) -> None:
+def _check(files: CheckpointFiles, *, reads_headers: bool) -> None:
     for refusal in REFUSALS:
-        if refusal.reads_headers != reads_headers or not (refusal.is_of_heads if is_head else refusal.is_of_models):
+        if refusal.reads_headers != reads_headers or (files.is_head and not refusal.is_of_heads):
             continue
         if (found := refusal.found(files)) is not None:
             raise ModelNotSupported(f"{files.folder} holds {found}: {refusal.remedy}")

@@ -18,13 +18,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoint_files import CheckpointFiles
+from engine.freed_memory import give_back_freed
 from engine.gguf_config import tensor_names
 from engine.gguf_file import GgufFile
 from engine.grouped_weight import GroupedWeight
-from engine.native.library import give_back_freed
+from engine.native.experts import GroupedExperts
 from engine.native.rounded import GroupedLinear, group_linears, round_weight
 from engine.quantised.gguf_blocks import read_grouped, read_plain
-from engine.quantised.packed_integers import read_linear
+from engine.quantised.packed_integers import OF_LINEARS, REAL_DTYPES, parts_of, read_experts, read_linear
 from engine.quantised_formats import QuantisedFormat
 from specdec.errors import InvalidRequest, ModelNotSupported
 
@@ -49,17 +50,11 @@ class PackedSource:
     def __init__(self, files: CheckpointFiles, stored: QuantisedFormat, stack: ExitStack) -> None:
         """The files stay open until the stack is closed."""
         self._stored = stored
-        self._parts: dict[str, list[str]] = {}  # of each layer, the last parts of its tensors' names
         self._open: dict[str, Any] = {}
         for path in files.weights:
             file = stack.enter_context(safe_open(path, "pt"))
             self._open |= dict.fromkeys(file.keys(), file)
-        for name in self._open:
-            prefix, _, last = name.rpartition(".")
-            if ".weight." in name:  # what bitsandbytes keeps of a weight
-                prefix, _, last = name.partition(".weight.")
-                last = f"weight.{last}"
-            self._parts.setdefault(prefix, []).append(last)
+        self._parts = parts_of(self._open)
 
     @property
     def names(self) -> Iterable[str]:
@@ -78,7 +73,7 @@ class PackedSource:
             ModelNotSupported: tensors of the layer are missing or do not fit together.
         """
         marker, parts = self._stored.marker, self._parts.get(prefix, ())
-        if marker not in parts or self.read(f"{prefix}.{marker}").dtype in _REAL_DTYPES:
+        if marker not in parts or self.read(f"{prefix}.{marker}").dtype in REAL_DTYPES:
             return None
         try:
             return read_linear(self._stored, {part: self.read(f"{prefix}.{part}") for part in parts})
@@ -147,16 +142,6 @@ class GgufSource:
 #: What the architectures of :data:`engine.quantised_formats.MODEL_TYPES` call their embedding and output layer.
 EMBEDDING: Final = "model.embed_tokens"
 OUTPUT: Final = "lm_head"
-_REAL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-#: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
-_OF_LINEARS: Final = frozenset(
-    """
-    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
-    qweight qzeros scales g_idx weight_scale_inv input_scale SCB weight_format weight.absmax weight.quant_map
-    weight.nested_absmax weight.nested_quant_map weight.quant_state.bitsandbytes__nf4
-    weight.quant_state.bitsandbytes__fp4
-    """.split()  # noqa: SIM905
-)
 
 
 def assemble(
@@ -185,7 +170,9 @@ def assemble(
         )
     taken: set[str] = set()
     _take_linears(model, source, dtype, taken)
+    has_linears = bool(taken)
     names = set(source.names)
+    _take_experts(model, source, names, dtype, taken)
     for name, parameter in list(model.named_parameters()):
         if name not in names:
             continue
@@ -202,12 +189,34 @@ def assemble(
             f"{folder} lacks {len(absent)} of the model's weights ({', '.join(absent[:4])}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    if on_cpu and any(isinstance(module, GroupedLinear) for module in model.modules()):
+    if on_cpu and has_linears:
         group_linears(model, rounds=rounds)
     give_back_freed(sum(parameter.nbytes for parameter in model.parameters()))
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)
+
+
+def _take_experts(model: nn.Module, source: TensorSource, names: set[str], dtype: torch.dtype, taken: set[str]) -> None:
+    """Put :class:`GroupedExperts` in the place of experts that the source has in MXFP4."""
+    for name, module in list(model.named_modules()):
+        if f"{name}.down_proj_blocks" not in names:
+            continue
+        layers: list[list[GroupedLinear]] = []
+        for own in ("gate_up_proj", "down_proj"):
+            parts = [f"{name}.{own}_{part}" for part in ("blocks", "scales", "bias")]
+            if absent := [part for part in parts if part not in names]:
+                raise ModelNotSupported(f"{', '.join(absent)} are missing beside {name}.down_proj_blocks")
+            blocks, scales, biases = map(source.read, parts)
+            weights = read_experts(blocks, scales)
+            size = getattr(module, own).transpose(1, 2).shape
+            if (len(weights), weights[0].out_features, weights[0].in_features) != size:
+                raise ModelNotSupported(f"{name}.{own}_blocks are {tuple(blocks.shape)}, which is not {tuple(size)}")
+            rows = (nn.Parameter(bias.to(dtype), requires_grad=False) for bias in biases)
+            layers.append([GroupedLinear(weight, dtype, bias) for weight, bias in zip(weights, rows, strict=True)])
+            taken.update(parts)
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = GroupedExperts(module, *layers)
 
 
 def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -237,5 +246,5 @@ def _take_linears(model: nn.Module, source: TensorSource, dtype: torch.dtype, ta
             taken.add(f"{name}.bias")
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = GroupedLinear(weight, dtype, bias)
-        taken |= {f"{name}.{part}" for part in _OF_LINEARS}
+        taken |= {f"{name}.{part}" for part in OF_LINEARS}
         give_back_freed(weight.in_features * weight.out_features)

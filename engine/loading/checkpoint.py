@@ -50,6 +50,8 @@ _BUFFER: Final = re.compile(r"rotary_emb\.inv_freq$|(?:attn|attention)\.(?:maske
 #: What a model of text and images reads images with.
 _TOWER: Final = re.compile(r"^(?:model\.)?(?:vision_model|vision_tower|visual|multi_modal_projector|audio_tower)\.")
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+#: Formats that are read here for a CPU alone.
+_OF_CPUS: Final = ("bitsandbytes", "mxfp4")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,7 +99,7 @@ def load_model(
     """
     check_weight_maps(Path(settings.model))
     stored = CheckpointFiles(settings.model).stored_format
-    if stored is not None and (device.type == "cpu" or stored.method != "bitsandbytes") and split is None:
+    if stored is not None and (device.type == "cpu" or stored.method not in _OF_CPUS) and split is None:
         return _assembled(settings, config, device, stored)
     dtype = dtype_of(settings, config, device)
     if bits and split is None and isinstance(dtype, torch.dtype) and _can_round(settings, config, dtype):

@@ -15,6 +15,7 @@ from engine.added_embeddings import AddedEmbeddings
 from engine.cuda.graphs import largest_rows, reserved_bytes
 from engine.device import resolve_device
 from engine.engine import Engine
+from engine.freed_memory import freed_at_once
 from engine.layers import PAGED, record_layers
 from engine.loading import checkpoint, refusals
 from engine.loading.acceleration import choose_runner
@@ -33,6 +34,7 @@ from specdec.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 
+@freed_at_once()
 def load_engine(
     settings: ModelSettings,
     join: Callable[[], Ranks] | None = None,

@@ -9,9 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.native.library import DTYPES, Memory, NativeLibrary, give_back_freed, load
+from engine.native.library import DTYPES, Memory, NativeLibrary, load
 from engine.native.linears import Matrix, NativeLinear, group_bytes, pack_group
+from engine.native.rounded import GroupedLinear
 from engine.recurrent.even import run_evenly
+
+
+class GroupedExperts(nn.Module):
+    """Experts as linear layers of their own, in the place of a module that has all their weights in one tensor."""
+
+    has_gate = True
+
+    def __init__(self, module: Any, gate_up: Sequence[GroupedLinear], down: Sequence[GroupedLinear]) -> None:
+        """Of ``module`` the activation between both layers is taken."""
+        super().__init__()
+        self._apply_gate = module._apply_gate
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+
+    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H], of each its experts [T, k] and their weights, to [T, H]."""
+        out: torch.Tensor = run_evenly(_run, self, self.gate_up, self.down, hidden_states, indices, weights)
+        return out
 
 
 def pack_experts(model: nn.Module, num_threads: int) -> int:
@@ -49,17 +67,16 @@ def _packed(library: NativeLibrary, module: nn.Module, name: str, num_threads: i
     matrices = [Matrix(weight) for weight in weights]
     memory = Memory(library, sum(group_bytes(library, [matrix]) for matrix in matrices))
     packed = [pack_group(library, memory, [matrix], num_threads)[0] for matrix in matrices]
-    dtype, num_bytes = weights.dtype, weights.nbytes
+    dtype = weights.dtype
     setattr(module, name, nn.Parameter(weights.new_empty(0), requires_grad=False))
     del matrices, weights
-    give_back_freed(num_bytes)
     return [NativeLinear(weight, dtype, None, num_threads) for weight in packed]
 
 
 def _run(  # noqa: PLR0917 - ends with what transformers gives it
     module: Any,
-    into: Sequence[NativeLinear],
-    out: Sequence[NativeLinear],
+    into: Sequence[nn.Module] | nn.ModuleList,
+    out: Sequence[nn.Module] | nn.ModuleList,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,

@@ -31,8 +31,6 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 GROUPED: Final = (torch.uint8, torch.uint16)
 WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2, GROUPED[0]: 3, GROUPED[1]: 4}
 
-_SMALLEST_GIVEN_BACK: Final = 2**22
-
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 _Int = ctypes.c_int
@@ -57,16 +55,6 @@ class Memory:
         self._taken = at + page_aligned(num_bytes)
         assert at + num_bytes <= self.num_bytes
         return self.address + at
-
-
-def give_back_freed(num_bytes: int) -> None:
-    """Give memory back to the system after a layer of so many bytes was freed, if the C library can, which keeps it.
-
-    That takes milliseconds, so nothing is done for a small layer.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None and num_bytes >= _SMALLEST_GIVEN_BACK:
-        trim(0)
 
 
 def page_aligned(num_bytes: int) -> int:

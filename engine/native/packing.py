@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.freed_memory import give_back_freed
 from engine.mixers import Mixer
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weight
-from engine.native.library import Memory, NativeLibrary, give_back_freed
+from engine.native.library import Memory, NativeLibrary
 from engine.native.linears import JoinedLinear, NativeLinear, PackedWeight, group_bytes, pack_group, run_of
 from engine.native.mixer import mixer_fields
 from engine.native.model_structs import CLayer, CLinear, CMixer

@@ -14,9 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.cuda.float8 import Float8Linear
 from engine.cuda.int4 import Int4Linear
+from engine.freed_memory import give_back_freed
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
 from engine.layers import is_kept_as_it_is
-from engine.native.library import DTYPES, give_back_freed
+from engine.native.library import DTYPES
 from engine.trimmed_outputs import output_linear
 
 _INT8_MAX: Final = 127

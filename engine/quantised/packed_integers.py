@@ -12,6 +12,8 @@ Layouts, for N outputs and K inputs, with code i of a word in its bits from ``bi
   alike; ``scales`` [groups, N].
 * GPTQ: ``qweight`` [K · bits / 32, N]; ``qzeros`` [groups, N · bits / 32], one lower unless its format is ``gptq_v2``;
   ``scales`` [groups, N]; ``g_idx`` [K], the group of each input, which is any with act-order.
+* gpt-oss' experts: ``…_blocks`` uint8 [E, N, K / 32, 16], e2m1 numbers as above; ``…_scales`` [E, N, K / 32], 127 more
+  than a power of 2.
 * FP8: ``weight`` e4m3; ``weight_scale_inv`` or ``weight_scale``, a factor for each block, output or all.
 * bitsandbytes, 8 bits: ``weight`` int8, ``SCB`` [N], 127 steps. 4 bits: ``weight`` uint8 [N · K / 2, 1], the first
   of two in the high half; ``weight.quant_map`` [16], the numbers; ``weight.absmax``, a factor for each block of
@@ -24,7 +26,7 @@ Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing, transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -37,7 +39,31 @@ _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Twice the number that each e2m1 code stands for.
 _E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+#: Of weights that are not quantised.
+REAL_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+#: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
+OF_LINEARS: Final = frozenset(
+    """
+    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
+    qweight qzeros scales g_idx weight_scale_inv input_scale SCB weight_format weight.absmax weight.quant_map
+    weight.nested_absmax weight.nested_quant_map weight.quant_state.bitsandbytes__nf4
+    weight.quant_state.bitsandbytes__fp4
+    """.split()  # noqa: SIM905
+)
+
 Tensors = Mapping[str, torch.Tensor]
+
+
+def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """By the names of modules, the last parts of their tensors' names."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        if ".weight." in name:  # what bitsandbytes keeps of a weight
+            prefix, _, last = name.partition(".weight.")
+            last = f"weight.{last}"
+        parts.setdefault(prefix, []).append(last)
+    return parts
 
 
 def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
@@ -54,6 +80,17 @@ def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
     if stored.is_float and stored.marker == "weight":
         return _float8(stored, tensors)
     return _gptq(stored, tensors) if stored.method == "gptq" else _compressed(stored, tensors)
+
+
+def read_experts(blocks: torch.Tensor, scales: torch.Tensor) -> list[GroupedWeight]:
+    """The weights of all experts in gpt-oss' own form, whose codes lie as they are kept."""
+    group = 2 * blocks.shape[-1]
+    table = torch.tensor(_E2M1, dtype=torch.int8)
+    shape = blocks.shape[1], group * blocks.shape[2]
+    return [
+        GroupedWeight(*shape, group, own.flatten(1).clone(), torch.exp2(scale.float() - 128), table=table, rounds=False)
+        for own, scale in zip(blocks, scales, strict=True)
+    ]
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:

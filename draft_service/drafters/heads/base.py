@@ -20,6 +20,7 @@ from draft_service.drafters.trees.tree_passes import DraftedTree
 from engine.chains import StopFlags
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
+from engine.freed_memory import freed_at_once
 from engine.heads.files.checkpoint import read_head, read_packed_state_map
 from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
@@ -82,6 +83,7 @@ class LoadedHead:
         return self.model.num_threads or usable_cores()
 
 
+@freed_at_once()
 def load_head(settings: DraftSettings) -> LoadedHead:
     """Read the head the settings name, on the device thread.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine.heads.files.decoded import decode_linears
 from engine.heads.files.head_format import HeadFormat
 from engine.heads.files.packed_state_map import pack_state_map
 from engine.heads.files.tensors import TargetTensors
@@ -56,7 +57,8 @@ def _head_of(folder: Path, target_folder: Path, method: str) -> DraftHead:
     if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
     form = head_format(method)
-    head: DraftHead = form.read(folder, config, form.read_tensors(folder), target)
+    tensors = decode_linears(folder, form.read_tensors(folder))
+    head: DraftHead = form.read(folder, config, tensors, target)
     return head
 
 

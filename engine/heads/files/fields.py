@@ -20,6 +20,7 @@ _HARMLESS: Final = frozenset(
     eos_token_id eos_token_ids has_no_defaults_at_init hidden_dropout id2label initializer_range is_decoder
     is_encoder_decoder label2id layer_types max_length max_window_layers mlp_dropout model_type
     modelopt_version name output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
+    quantization_config
     residual_dropout return_dict rms_norm_eps sliding_window speculators_config speculators_model_type
     speculators_version target_model_type tie_word_embeddings torch_dtype torchscript transformers_version
     ttt_length use_cache use_sliding_window version

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
+from engine.heads.files.decoded import weight_names
 from engine.heads.files.head_format import HeadFormat
 from engine.heads.files.tensors import TargetTensors, files_by_tensor, is_quantised
 from engine.heads.mtp import MtpConfig, MtpHead, PredictionLayer
@@ -124,11 +125,12 @@ def read_mtp(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
     num_layers = text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or len(places)
     if num_layers > len(places):
         raise ModelNotSupported(f"{folder} has {len(places)} prediction layers, and its config names {num_layers}")
-    plain = _plain(folder, config, tensors)
+    if (name := next((name for name, tensor in tensors.items() if is_quantised(tensor)), None)) is not None:
+        raise ModelNotSupported(f"{name} in {folder} is quantised ({tensors[name].dtype}) in a way that is not read")
     shared = target.embeddings(), target.lm_head()
     layers: list[PredictionLayer] = []
     for place, below in places[:num_layers]:
-        layers.append(_layer(folder, config, plain, layout, place, below, shared))
+        layers.append(_layer(folder, config, tensors, layout, place, below, shared))
         if place == places[0][0]:
             first, last = layers[0], layers[-1]
             last.enorm, last.hnorm, last.eh_proj = first.enorm, first.hnorm, first.eh_proj
@@ -199,25 +201,6 @@ def export_mtp(target: str | Path, folder: str | Path) -> list[str]:
     return sorted(tensors)
 
 
-def _plain(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors; those in float8 with a scale for each block (``weight_scale_inv``, as DeepSeek's) in bfloat16."""
-    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    plain = {}
-    for name, tensor in tensors.items():
-        scales = tensors.get(f"{name}_scale_inv")
-        if tensor.dtype is torch.float8_e4m3fn and scales is not None:
-            wide = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            plain[name] = (tensor.float() * wide[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
-        elif is_quantised(tensor):
-            raise ModelNotSupported(
-                f"{name} in {folder} is quantised ({tensor.dtype}); prediction layers are read in 16 or 32 bits, or in"
-                " float8 with weight_scale_inv"
-            )
-        elif not name.endswith("_scale_inv"):
-            plain[name] = tensor
-    return plain
-
-
 def _read(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -249,7 +232,7 @@ def _find(folder: Path, names: Iterable[str]) -> tuple[MtpLayout, list[tuple[str
 
 def _own(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
     """What the names of the prediction layers' tensors begin with."""
-    return tuple(place for place, _ in _find(folder, names)[1])
+    return tuple(place for place, _ in _find(folder, weight_names(names))[1])
 
 
 def _body_config(folder: Path, given: Mapping[str, Any], layer: Mapping[str, Tensor]) -> PretrainedConfig:

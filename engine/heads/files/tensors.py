@@ -11,6 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from engine.checkpoint_files import CheckpointFiles
+from engine.gguf_config import tensor_names
+from engine.gguf_file import GgufFile
+from engine.heads.files.decoded import decode_linears, weight_names
+from engine.quantised.gguf_blocks import read_plain
 from engine.weight_map import INDEXES, read_weight_map
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -133,17 +138,29 @@ class TargetTensors:
 
     def shared_names(self) -> set[str]:
         """Names of the tensors that :meth:`embeddings` and :meth:`lm_head` read; raises like these."""
-        own = self._find(_OUTPUTS, required=False)
-        return {name for name in (self._find(_EMBEDDINGS), own) if name is not None}
+        found = (self._find(_EMBEDDINGS), self._find(_OUTPUTS, required=False))
+        return {each for name in found if name is not None for each in self._stored_as(name)}
 
     @cached_property
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
+        if self._gguf is not None:
+            return dict.fromkeys(tensor_names(self._gguf), self._gguf.path)
         return files_by_tensor(self._folder)
+
+    @cached_property
+    def _gguf(self) -> GgufFile | None:
+        """The file of a folder that is one."""
+        stored = CheckpointFiles(self._folder).stored_format
+        return None if stored is None or stored.file is None else GgufFile(self._folder / stored.file)
+
+    def _stored_as(self, name: str) -> list[str]:
+        """The tensors of the module whose weight has a name."""
+        return [each for each in self._files if each.startswith(name.removesuffix("weight"))]
 
     def _find(self, endings: Sequence[str], required: bool = True) -> str | None:
         for ending in endings:
-            names = [name for name in self._files if name == ending or name.endswith("." + ending)]
+            names = [name for name in weight_names(self._files) if name == ending or name.endswith("." + ending)]
             if names:
                 return min(names, key=lambda name: ("language" not in name and "." in name, len(name)))
         if required:
@@ -155,11 +172,16 @@ class TargetTensors:
 
     def _read(self, name: str | None) -> Tensor:
         assert name is not None
-        with safe_open(self._files[name], framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(name)
-        if is_quantised(tensor):
+        if self._gguf is not None:
+            return read_plain(self._gguf, tensor_names(self._gguf)[name])
+        stored: dict[str, Tensor] = {}
+        for each in self._stored_as(name):
+            with safe_open(self._files[each], framework="pt", device="cpu") as file:
+                stored[each] = file.get_tensor(each)
+        tensor = decode_linears(self._folder, stored).get(name)
+        if tensor is None or is_quantised(tensor):
             raise ModelNotSupported(
-                f"{name} in {self._folder} is quantised ({tensor.dtype}); a draft head needs it in 16 or 32 bits"
+                f"{name} in {self._folder} is quantised in a way that is not read; a draft head needs its numbers"
             )
         return tensor
 

@@ -226,14 +226,14 @@ def test_float8_with_scales_of_blocks(tmp_path) -> None:
     write_mtp_target(tmp_path, "glm4_moe")
     path, key = tmp_path / "model.safetensors", "model.layers.2.self_attn.k_proj.weight"
     whole = load_file(path)
-    rounded, scales = whole[key].to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0], [4.0, 1.0]])
+    rounded, scales = whole[key].to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0]])
     save_file(whole | {key: rounded, f"{key}_scale_inv": scales}, path, metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    method = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+    method = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     head = read_head(tmp_path, tmp_path, method="mtp")
     found = head.bodies[0].get_decoder().layers[0].self_attn.k_proj.weight
-    wanted = rounded.float() * scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
+    wanted = rounded.float() * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
     torch.testing.assert_close(found.float(), wanted.bfloat16().float())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.gguf_config import ARCHITECTURES
+from engine.gguf_config import ARCHITECTURES, config_of
+from engine.gguf_file import GgufFile
+from engine.heads.files.tensors import TargetTensors
 from engine.loading import load
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
@@ -143,3 +146,12 @@ def test_files_that_cannot_be_run_are_refused_by_name(tmp_path: Path, tools: Sim
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "experts.gguf").read_bytes()[:-1000])
     with pytest.raises(InvalidRequest, match="truncated or damaged"):
         find_checkpoint(str(tmp_path / "cut.gguf"))
+
+
+def test_a_head_shares_the_layers_of_a_file(tmp_path: Path, tools: SimpleNamespace) -> None:
+    model = tools.build("llama", **_SIZES)
+    _write(model, tmp_path / "model.gguf", "Q8_0")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(GgufFile(tmp_path / "model.gguf"))))
+    shared = TargetTensors(tmp_path)
+    assert torch.equal(shared.embeddings().float(), model.get_input_embeddings().weight)
+    assert torch.equal(shared.lm_head().float(), model.get_output_embeddings().weight)

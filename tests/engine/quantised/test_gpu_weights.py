@@ -23,10 +23,10 @@ from engine.loading.assembly import PackedSource, assemble
 from engine.native.rounded import GroupedLinear
 from specdec.errors import ModelNotSupported
 from specdec.settings import ModelSettings
-from tests.engine.quantised.test_checkpoints import _FORMATS, _compressed_fp8, _fp8, _write
+from tests.engine.quantised.formats import FORMATS, compressed_fp8, fp8, write
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-FORMATS = {**_FORMATS, "fp8": lambda: _fp8(128), "fp8 w8a8": _compressed_fp8}
+FORMATS = {**FORMATS, "fp8": lambda: fp8(128), "fp8 w8a8": compressed_fp8}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_answers_as_the_weights_it_stands_for(
     kind = Float8Linear if form.startswith("fp8") else Int4Linear
     count = 0 if form in {"w8a8", "nvfp4"} else 14
     model = tools.build("llama", **SIZES, attention_bias=True)
-    settings = _write(model, tmp_path, *FORMATS[form]())
+    settings = write(model, tmp_path, *FORMATS[form]())
     made = placed(settings, torch.bfloat16)
     kinds = [type(module) for module in made.modules()]
     assert (kinds.count(kind), kinds.count(GroupedLinear)) == (count, 0)
@@ -215,7 +215,7 @@ def test_a_checkpoint_answers_as_the_weights_it_stands_for(
 
 def test_in_float32_all_are_decoded(tmp_path: Path, tools: SimpleNamespace) -> None:
     model = tools.build("llama", **SIZES)
-    made = placed(_write(model, tmp_path, *_FORMATS["gptq"]()), torch.float32)
+    made = placed(write(model, tmp_path, *FORMATS["gptq"]()), torch.float32)
     ids = torch.tensor([tools.random_ids(20, seed=3)], device=DEVICE)
     torch.testing.assert_close(
         made(ids).logits[0].cpu(), tools.stock_logits(model, ids[0].tolist()), atol=1e-4, rtol=1e-4

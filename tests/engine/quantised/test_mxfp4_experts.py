@@ -1,4 +1,4 @@
-"""gpt-oss' own format: experts in MXFP4, packed by compressed-tensors and decoded by transformers."""
+"""gpt-oss' own format: experts in MXFP4, packed by compressed-tensors; they stay packed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.loading import load
+from engine.quantised.packed_integers import read_experts
 from specdec.settings import ModelSettings
 
 _GROUP = 32
@@ -41,7 +43,19 @@ def test_gpt_oss_with_packed_experts_answers_as_their_numbers(tmp_path: Path, to
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = ModelSettings(model=str(tmp_path), device="cpu", dtype="float32", num_threads=1, block_size=4)
+    wanted_decoded = convert_moe_packed_tensors(
+        tensors["model.layers.0.mlp.experts.down_proj_blocks"],
+        tensors["model.layers.0.mlp.experts.down_proj_scales"],
+        dtype=torch.float32,
+    )
+    found = read_experts(*(tensors[f"model.layers.0.mlp.experts.down_proj_{part}"] for part in ("blocks", "scales")))
+    assert torch.equal(torch.stack([weight.decode() for weight in found]).transpose(1, 2), wanted_decoded)
     engine = load.load_engine(settings)
+    assert engine.runner.name == "native attention"
+    assert engine.info.num_parameters == model.num_parameters()
+    experts = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("_blocks"))
+    plain = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales")))
+    assert engine.info.weight_bytes[0] <= plain + 1.26 * experts  # of 16 bytes a scale of 4
     ids = tools.random_ids(20, seed=3)
     wanted = tools.stock_logits(model, ids)
     error = (tools.feed(engine, engine.pool.open(20), ids) - wanted).square().mean().sqrt() / wanted.std()
