@@ -82,7 +82,7 @@ class SharedPace:
         self.k = max(0, min(self._limit, num_remaining - 1, self._target.num_draft_tokens())) if self._limit else 0
         return self.k
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int, **_: object) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         stats = self._target.stats
         stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from draft_service.batcher import DraftBatcher
 from draft_service.common_prefix import common_prefix_len
@@ -15,6 +15,9 @@ from draft_service.proposal_queue import ProposalQueue
 from specdec.errors import Cancelled, InvalidRequest, StaleSession, TandemError
 from specdec.tree_shape import TreeShape
 from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
+
+#: Proposals that a chain of a stream begins with, beside the tokens that the target passes meanwhile.
+FIRST_PROPOSALS: Final = 2
 
 
 class DraftSessionOwner(Protocol):
@@ -101,6 +104,8 @@ class CoreSession:
         self.committed_len = len(spec.token_ids)
         #: Tokens of a stream after the committed ones, at most; 0: there is none. And the number of its chain.
         self._stream_tokens = self._chain = 0
+        #: Committed tokens when the chain began.
+        self._chain_from = 0
         self._arrived: list[Advance] = []
         self._proposals = ProposalQueue()
         self._closed = False
@@ -245,6 +250,7 @@ class CoreSession:
             self._stream_tokens = message.stream_tokens
             if message.stream_tokens:
                 self._chain += 1
+                self._chain_from = self.committed_len
                 self._draft_on()
             elif message.num_draft_tokens > 0:
                 self._draft(message, is_old=not are_new[-1])
@@ -319,9 +325,16 @@ class CoreSession:
         self._submit(request)
 
     def _draft_on(self) -> None:
-        """Request the next proposal of the stream, if it may be longer."""
-        length = len(self.state.token_ids)
-        room = self.committed_len + self._stream_tokens - length
+        """Request the next proposal of the stream, if it may be longer.
+
+        A chain begins with what the target passes while it comes and two proposals, and grows by a proposal with each
+        of its tokens that is committed: most end soon. Simulated, that is as fast as long ones for trips of 0.7 to 17
+        steps, and at 17 a chain begins with 27 tokens in place of 95.
+        """
+        length, width = len(self.state.token_ids), self._num_draft_tokens + 1
+        num_confirmed = self.committed_len - self._chain_from
+        ahead = self._stream_tokens // width + FIRST_PROPOSALS * (width - 1) + num_confirmed * width
+        room = self.committed_len + min(self._stream_tokens, ahead) - length
         num_tokens = min(self._num_draft_tokens, room, self._max_depth())
         if num_tokens <= 0:
             return

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Tokens that a draft streams beyond the committed ones, at most.
 MAX_STREAM_TOKENS: Final = 256
+#: Steps without a length from the gateway after which a draft that was asked early is asked no more.
+MAX_EARLY_STEPS: Final = 8
 #: Latest lengths that the draft was told, to measure its trips.
 NUM_TOLD: Final = 64
 
@@ -45,7 +47,7 @@ class DirectDraft:
     each step verifies what is there when it begins. The draft hears of every verdict and drafts on as if its own tokens
     were committed, until it hears otherwise. A trip that takes too much of a step (:class:`TripTimes`) makes rounds a
     stream, for drafts that offer it: those of sessions whose text does not depend on proposals. So does a proposal that
-    is held up.
+    is held up. Where earlier sessions had a stream of this draft, it is asked with its opening, which saves a trip.
 
     The gateway chooses the length of the proposals, and gets the verdicts. A choice that comes while a proposal is
     drafted holds from the next one on: what is verified never depends on the tokens that were drawn. With the length 0,
@@ -65,7 +67,7 @@ class DirectDraft:
         *,
         num_draft_tokens: int = 0,
     ) -> None:
-        """``connect`` opens the draft's session with the tokens that are committed. ``timeout_s``: how long it may take
+        """``connect`` has a draft open a session with the committed tokens. ``timeout_s``: how long it may take
         for a proposal that is waited for. ``times``: of this draft, by all sessions that ask it. ``num_draft_tokens``:
         what to ask for from its first token on; ``session`` is being opened then, and decodes until the draft is.
         """
@@ -78,13 +80,20 @@ class DirectDraft:
         #: Committed tokens that the draft knows, and when it was told of the latest lengths.
         self._known_len = 0
         self._told_ns: deque[tuple[int, int]] = deque(maxlen=NUM_TOLD)
+        #: Of messages to the draft: what they are made of.
+        self._unsent: list[tuple[int, tuple[int, ...], int, int]] = []
         #: Drafted tokens of the next rounds.
         self._num_draft_tokens = num_draft_tokens
+        #: Whether the session decodes without being asked by the gateway.
+        self._is_leading = num_draft_tokens > 0
         if num_draft_tokens:
             session.on_committed = self._on_committed
         #: Tokens asked for since ``_asked_ns``; 0: no proposal is expected.
         self._num_asked = self._asked_ns = 0
-        self._is_streaming = False
+        self._is_open = self._is_streaming = False
+        #: Steps that a stream may still be asked for early, and the proposals that came.
+        self._num_early = 0
+        self._early: list[Proposal] = []
         self._late: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_over = False
@@ -94,9 +103,11 @@ class DirectDraft:
         """Have so many tokens drafted in each round from now on; 0: none, after the round that was asked for."""
         if self._is_over:
             return
-        if self._stream is None:
+        if self._stream is None or not self._is_open:
             self._num_draft_tokens = num_draft_tokens
             return
+        if self._num_early and not num_draft_tokens:
+            self._stop_early()
         self._session.on_committed = self._on_committed
         self._num_draft_tokens = min(num_draft_tokens, self._stream.opened.num_speculative_tokens)
         if self._is_streaming:
@@ -119,6 +130,13 @@ class DirectDraft:
             token_ids = self._session.committed_token_ids()
             stream = await self._connect(token_ids)
             self._stream, self._known_len = stream, len(token_ids)
+            if self._times.stream_tokens and self._times.is_far and self._session.spec.is_draft_invariant:
+                self._num_early = MAX_EARLY_STEPS
+                self._session.on_committed = self._on_committed
+                self._ask_stream(self._times.stream_tokens)
+            await stream.wait_opened()
+            self._is_open = True
+            self._times.stream_tokens = stream.opened.num_speculative_tokens if stream.opened.streams else 0
             self._listener.draft_opened(stream.opened)
             if self._num_draft_tokens:
                 self.draft(self._num_draft_tokens)
@@ -137,7 +155,16 @@ class DirectDraft:
         self._times.add_step(session.step_ns)
         if self._is_streaming:
             self._stream_on()
-        elif session.is_idle:
+            return
+        if self._num_early and not (self._is_open and self._num_draft_tokens):
+            self._num_early -= self._is_open
+            if self._num_early:
+                self._ask_stream(self._times.stream_tokens)
+            else:
+                self._stop_early()
+            if not self._is_leading:
+                return
+        if session.is_idle:
             self._on_idle()
 
     def _tell(self, num_draft_tokens: int, stream_tokens: int = 0) -> None:
@@ -146,8 +173,18 @@ class DirectDraft:
         known_len, self._known_len = self._known_len, self._session.committed_len
         self._told_ns.append((self._known_len, time.perf_counter_ns()))
         token_ids = self._session.committed_token_ids(known_len)
+        self._unsent.append((known_len, token_ids, num_draft_tokens, stream_tokens))
+        if stream_tokens:
+            asyncio.get_running_loop().call_soon(self._send)  # the next step begins first
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        assert self._stream is not None, "what is told is told to an open draft"
+        unsent, self._unsent = self._unsent, []
         try:
-            self._stream.post_advance(known_len, token_ids, num_draft_tokens, stream_tokens=stream_tokens)
+            for known_len, token_ids, num_draft_tokens, stream_tokens in [] if self._is_over else unsent:
+                self._stream.post_advance(known_len, token_ids, num_draft_tokens, stream_tokens=stream_tokens)
         except TandemError as error:
             self._lose(error)
 
@@ -158,8 +195,8 @@ class DirectDraft:
         session = self._session
         if self._num_asked:
             return
-        if not self._num_draft_tokens or self._stream is None:
-            if self._stream is not None:
+        if not self._num_draft_tokens or not self._is_open:
+            if self._is_open:
                 session.on_committed = None
             session.multi_step_decode(session.committed_len, session.num_left)
             return
@@ -187,6 +224,9 @@ class DirectDraft:
         """A proposal came."""
         if self._is_streaming:
             self._take_streamed(proposal)
+            return
+        if self._num_early:
+            self._early.append(proposal)
             return
         session = self._session
         if not self._num_asked or proposal.base_len != self._known_len:
@@ -216,10 +256,23 @@ class DirectDraft:
         offers = self._stream.opened.streams and self._times.is_far
         if not offers or self._num_asked or not self._session.may_stream:
             return False
-        self._is_streaming = True
+        self._is_streaming, self._num_early = True, 0
         self._told_ns.clear()
         self._stream_on()
+        early, self._early = self._early, []
+        for proposal in early:
+            if self._is_streaming:
+                self._take_streamed(proposal)
         return True
+
+    def _stop_early(self) -> None:
+        """The stream that was asked for with the opening is not wanted."""
+        self._num_early, self._early = 0, []
+        self._session.on_committed = None
+        self._tell(0)
+
+    def _ask_stream(self, k: int) -> None:
+        self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
 
     def _stream_on(self) -> None:
         """Tell the draft what is committed; end the stream where no drafts are wanted, or where rounds are better."""
@@ -228,7 +281,7 @@ class DirectDraft:
             assert self._stream is not None, "a length is set once the draft is open"
             k = self._stream.opened.num_speculative_tokens  # what is there costs rows alone
             session.stream(k)
-            self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
+            self._ask_stream(k)
             self._expect()
             return
         self._is_streaming = False
@@ -274,9 +327,10 @@ class DirectDraft:
         """Ask for nothing any more."""
         self._is_over, self._num_draft_tokens, self._num_asked = True, 0, 0
         if self._is_streaming:
-            self._is_streaming = False
             self._session.end_stream()
+        if self._is_streaming or self._num_early:
             self._session.on_committed = None
+        self._is_streaming, self._num_early = False, 0
         self._drop_timer()
         if self._closing is None and self._stream is not None:
             self._closing = asyncio.get_running_loop().create_task(self._stream.close())

@@ -271,7 +271,7 @@ class _Requests:
                     stream = await FramedStream.open(path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, metadata)
                 except OSError as error:
                     raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
-            return await DraftStream.open(stream, _opening(message, token_ids))
+            return DraftStream(stream, _opening(message, token_ids))
 
         times = self._trip_times.pop(address, None) or TripTimes(is_far=path is None, is_fixed=path is not None)
         self._trip_times[address] = times  # the newest is the last one

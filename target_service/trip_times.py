@@ -37,6 +37,8 @@ class TripTimes:
         self._waits: deque[int] = deque(maxlen=MEMORY)
         self._answers: deque[int] = deque(maxlen=MEMORY)
         self._num_held_up = 0
+        #: Tokens of a proposal that its streams bring; 0: none is known to stream.
+        self.stream_tokens = 0
         #: Whether a proposal takes too long to wait for.
         self.is_far = is_far
 

@@ -396,7 +396,8 @@ class Decoding:
             self._pace.skip(now_ns)
         else:
             depth = answered.whole_depth(verdict)
-            self._pace.record(verdict, answered.num_tried(verdict), now_ns, tree_depth=depth)
+            num_tried, is_stream = answered.num_tried(verdict), answered.is_stream
+            self._pace.record(verdict, num_tried, now_ns, tree_depth=depth, is_stream=is_stream)
         return verdict
 
     def _committed_ns(self, verdict: Verdict) -> int:

@@ -41,6 +41,11 @@ class AskedRound(ABC):
     wait_ns: int
 
     @property
+    def is_stream(self) -> bool:
+        """Whether it is a step beside a stream."""
+        return False
+
+    @property
     @abstractmethod
     def num_tokens(self) -> int:
         """Tokens of its proposal."""
@@ -122,6 +127,11 @@ class DirectRound(AskedRound):
         """What the target says of a round whose verdict came at ``verdict_ns``; the message's way is not counted."""
         took_ns = timings.queue_ns + timings.forward_ns + timings.verify_ns
         return cls(drafted, drafted.num_asked, verdict_ns - took_ns, drafted.wait_ns)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a step beside a stream."""
+        return self.drafted.is_stream
 
     @property
     def num_tokens(self) -> int:

@@ -31,11 +31,14 @@ class Pace(Protocol):
         """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode in multi-step."""
         ...
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
+    ) -> None:
         """A verdict arrived.
 
         ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0 for
         multi-step tokens. ``tree_depth``: of a tree, how many of its tokens might have been accepted; None for a chain.
+        ``is_stream``: a step beside a stream.
         """
         ...
 
@@ -75,7 +78,9 @@ class FixedPace:
         self.k = max(0, min(self._limit, num_remaining - 1))
         return self.k
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
+    ) -> None:
         """Do nothing: nothing is learned."""
 
     def skip(self, now_ns: int) -> None:

@@ -14,7 +14,13 @@ from typing import Final
 
 from gateway.pacing.round_times import RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
-from gateway.pacing.text_acceptance import TextAcceptance, expected_tokens, usual_rates
+from gateway.pacing.text_acceptance import (
+    STREAM_GUESS,
+    STREAM_HALF_LIFE,
+    TextAcceptance,
+    expected_tokens,
+    usual_rates,
+)
 from specdec.types import Verdict
 
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after some bad texts.
@@ -55,6 +61,9 @@ class DrafterPacer:
         self.limit = 0
         #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
+        #: Whether it streams chains, which are verified whole, too; and what is accepted beside all of them.
+        self.streams = False
+        self.streamed = TextAcceptance(STREAM_HALF_LIFE, STREAM_GUESS)
         #: Texts that had a round.
         self.recent = deque((TextAcceptance(),), maxlen=RECENT_TEXTS)
         #: What is usual in them, and ``num_changes`` when it was.
@@ -83,7 +92,8 @@ class DrafterPacer:
     def speedups(self, text: TextAcceptance, limit: int) -> dict[int, float]:
         """Expected speed over plain decoding of rounds with 1, 2, … ``limit`` drafted tokens; of whole trees alone."""
         times, depth = self.times, limit if self.tree_depth is None else min(self.tree_depth, limit)
-        expected = expected_tokens(text.rates(self.usual(depth)))
+        rates = self.streamed.own_rates(depth) if self.streams else text.rates(self.usual(depth))
+        expected = expected_tokens(rates)
         if self.tree_depth is not None:
             return {limit: expected[-1] / times.round_cost(limit)}
         return {k: tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k}
@@ -98,6 +108,9 @@ class DrafterPacer:
             self.num_changes += 1
             if trial is not None and times.trial is None:
                 stats.num_trials[trial] += 1
+                if self.streams and trial is Mode.PLAIN:
+                    times.pause(1.0)  # streams come back a trip later
+                    return
                 speedup = max(self.speedups(TextAcceptance(), self.limit).values(), default=1.0)
                 times.pause(1.0 - speedup if trial is Mode.SPECULATIVE else 1.0 - 1.0 / speedup)
 
@@ -133,16 +146,20 @@ class SessionPace:
             self.k = self._choose(limit) if limit else 0
         return self.k
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
+    ) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         drafter, num_tokens, stats = self._drafter, len(verdict.token_ids), self._drafter.target.stats
         if num_asked:
+            drafter.streams = is_stream
             # Near the end of a request trees are low.
             drafter.tree_depth = None if tree_depth is None else max(tree_depth, drafter.tree_depth or 0)
-            if not self._is_known:
+            if not self._is_known and not is_stream:
                 self._is_known = True
                 drafter.recent.append(self._acceptance)
-            self._acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
+            acceptance = drafter.streamed if is_stream else self._acceptance
+            acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
         if self._limit:
             stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
             stats.num_draft_tokens += num_asked

@@ -11,21 +11,28 @@ FIRST_GUESS: Final = 0.7
 #: Rounds after which evidence counts half: long enough to average rounds that bring 1 or 10 tokens, short enough for
 #: texts that change.
 HALF_LIFE: Final = 24.0
+#: The same for the steps beside all streams of a draft: the few chains of one text tell little of it, for after each
+#: wrong token nothing comes for a trip.
+STREAM_HALF_LIFE: Final = 500.0
+#: Steps that the first guess counts for there, in place of one: the first chain may end at once. With one, steps of
+#: 100 ms at a trip of 100 ms decoded plainly throughout.
+STREAM_GUESS: Final = 8.0
 #: Rounds that what is usual counts for beside those of the text. Texts begin harder than they go on: of four drafted
 #: tokens the first rounds of a greedy text accept 1.8, later ones 3, so fewer rounds end good texts too soon.
 USUAL_ROUNDS: Final = 16.0
 #: No rate is taken for 1.
 HIGHEST: Final = 0.99
 
-_FADE: Final = 0.5 ** (1.0 / HALF_LIFE)
-
 
 class TextAcceptance:
     """Acceptance rates by position: of the j-th drafted token, given that those before it were accepted."""
 
-    __slots__ = ("_accepted", "_tried")
+    __slots__ = ("_accepted", "_fade", "_guess", "_tried")
 
-    def __init__(self) -> None:
+    def __init__(self, half_life: float = HALF_LIFE, guess: float = 1.0) -> None:
+        """``guess``: rounds that the first guess counts for."""
+        self._guess = guess
+        self._fade = 0.5 ** (1.0 / half_life)
         self._tried: list[float] = []
         self._accepted: list[float] = []
 
@@ -40,8 +47,8 @@ class TextAcceptance:
         self._tried += missing
         self._accepted += missing
         for j, tried in enumerate(self._tried):
-            self._tried[j] = tried * _FADE + (j < last)
-            self._accepted[j] = self._accepted[j] * _FADE + (j < min(num_accepted, last))
+            self._tried[j] = tried * self._fade + (j < last)
+            self._accepted[j] = self._accepted[j] * self._fade + (j < min(num_accepted, last))
 
     def own_rates(self, num_tokens: int) -> list[float]:
         """The rate of each of the first ``num_tokens`` positions in this text; unseen ones are like the one before."""
@@ -49,7 +56,7 @@ class TextAcceptance:
         for j in range(num_tokens):
             guess = rates[-1] if rates else FIRST_GUESS
             tried, accepted = (self._tried[j], self._accepted[j]) if j < len(self._tried) else (0.0, 0.0)
-            rates.append((accepted + guess) / (tried + 1.0))
+            rates.append((accepted + self._guess * guess) / (tried + self._guess))
         return rates
 
     def rates(self, usual: Sequence[float]) -> list[float]:

@@ -48,22 +48,39 @@ class RemoteStream(SessionStream[pb.DraftRequest, pb.DraftResponse]):
 class DraftStream:
     """One open stream. Implements :class:`specdec.backends.DraftSession`."""
 
-    def __init__(self, stream: Stream, opened: DraftOpened) -> None:
+    def __init__(self, stream: Stream, opening: pb.DraftRequest) -> None:
+        """Send the ``opening``. Advances may follow it before :meth:`wait_opened`."""
         self._stream = stream
+        self._epoch = opening.open.epoch
+        self._opened: DraftOpened | None = None
         self._arrived: deque[Proposal] = deque()
-        self.opened = opened
+        stream.post(opening)
 
     @classmethod
     async def open(cls, stream: Stream, opening: pb.DraftRequest) -> Self:
         """Admit and prefill. Where that fails, or is cancelled, the stream is closed."""
+        draft = cls(stream, opening)
         try:
-            answer = await stream.exchange(opening)
-            if answer.WhichOneof("kind") != "opened":
-                raise Unavailable("the draft answered an opening with something else")
+            await draft.wait_opened()
         except BaseException:
             await stream.close()
             raise
-        return cls(stream, codec.decode_draft_opened(answer.opened))
+        return draft
+
+    async def wait_opened(self) -> None:
+        """Wait until it is admitted and has prefilled."""
+        if self._opened is not None:
+            return
+        answer = await self._stream.receive()
+        if answer.WhichOneof("kind") != "opened":
+            raise Unavailable("the draft answered an opening with something else")
+        self._opened = codec.decode_draft_opened(answer.opened)
+
+    @property
+    def opened(self) -> DraftOpened:
+        """What admission found."""
+        assert self._opened is not None, "the draft is still being opened"
+        return self._opened
 
     async def advance(
         self,
@@ -89,7 +106,7 @@ class DraftStream:
         for piece in states[:-1]:
             self._stream.post(pb.DraftRequest(hidden_states=piece))
         message = pb.Advance(
-            epoch=self.opened.epoch,
+            epoch=self._epoch,
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -113,8 +113,7 @@ class StepBatcher:
             now_ns = time.perf_counter_ns()
             has_others = not all(session.in_round for session in self._ready)  # prompts, plain decoding
             until_ns = self._coalescer.wait_until(now_ns, has_others=has_others)
-            if due_ns := [session.due_ns for session in self._ready if session.due_ns > now_ns]:
-                until_ns = max(until_ns, self._coalescer.wait_for_chains(due_ns, len(self._ready), now_ns))
+            until_ns = max(until_ns, self._chains_until(self._ready, now_ns))
             if until_ns <= now_ns:
                 return
             self._wake.clear()
@@ -123,6 +122,11 @@ class StepBatcher:
                     await self._wake.wait()
             except TimeoutError:
                 return
+
+    def _chains_until(self, sessions: Collection[Session], now_ns: int) -> int:
+        """Until when a step of these sessions waits for chains."""
+        due_ns = [session.due_ns for session in sessions if session.due_ns > now_ns]
+        return self._coalescer.wait_for_chains(due_ns, len(sessions), now_ns) if due_ns else now_ns
 
     def _schedule(self) -> list[tuple[Session, ScheduledSequence]]:
         """Choose what the next step feeds, now in flight. Sessions that were not served in full stay ready."""
@@ -182,8 +186,7 @@ class StepBatcher:
         self.num_steps += 1
         self._coalescer.step_begins()
         self.num_going_on = sum(session.goes_on for session, _ in scheduled)
-        now_ns = time.perf_counter_ns()
-        expects = self._coalescer.expects(now_ns) or any(session.due_ns > now_ns for session, _ in scheduled)
+        expects = self._coalescer.expects(time.perf_counter_ns())
         follow = partial(self._follow, scheduled, may_follow=not expects)
         try:
             result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))
@@ -200,6 +203,8 @@ class StepBatcher:
     ) -> Sequence[ScheduledSequence] | None:
         """The next step of the same sessions, if each continues multi-step decode. Called on the device thread."""
         if not may_follow or self._ready or self._closed:
+            return None
+        if self._chains_until([session for session, _ in scheduled], now_ns := time.perf_counter_ns()) > now_ns:
             return None
         parts = []
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):

@@ -30,11 +30,14 @@ async def test_a_stream_goes_on_up_to_its_limit_and_with_what_is_committed(start
         text = greedy([*PROMPT, 1], 30)
         first = await take(core, session)
         assert [(p.base_len, p.token_ids) for p in first] == [
-            (7 + i, text[i : i + n]) for i, n in ((0, 3), (3, 3), (6, 3), (9, 1))
+            (7 + i, text[i : i + n]) for i, n in ((0, 3), (3, 3), (6, 2))
         ]
-        await stream(session, 7, text[:2])  # it agrees: two more may be drafted
+        await stream(session, 7, text[:1])  # it agrees: the chain grows to its limit
         more = await take(core, session)
-        assert [(p.base_len, p.token_ids, p.chain) for p in more] == [(17, text[10:12], first[0].chain)]
+        assert [(p.base_len, p.token_ids) for p in more] == [(15, text[8:11])]
+        await stream(session, 8, text[1:2])
+        more = await take(core, session)
+        assert [(p.base_len, p.token_ids, p.chain) for p in more] == [(18, text[11:12], first[0].chain)]
         await stream(session, 9, text[2:15])  # the target is past all drafts
         beyond = await take(core, session)
         assert (beyond[0].base_len, beyond[0].token_ids) == (22, text[15:18])
@@ -78,7 +81,7 @@ async def test_who_streams(start_core, spec):
             session = await core.open(spec(PROMPT, rule=rule, temperature=temperature))
             assert session.opened.streams is streams
             await stream(session, 6, [1])
-            assert len(await take(core, session)) == (4 if streams else 1)
+            assert len(await take(core, session)) == (3 if streams else 1)
             await session.close()
     async with start_core("ngram") as core:
         session = await core.open(spec(PROMPT))

@@ -14,11 +14,13 @@ from specdec.rules import Rule
 from specdec.settings import ServerSettings
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import draft_service_pb2_grpc as draft_grpc
+from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from target_service.scheduler.round_coalescer import RoundCoalescer
+from target_service.session.session import Session
 from target_service.trip_times import TripTimes
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, until_clean
-from tests.target_service.test_direct_draft import K, ScriptedDraft, serving_draft, session, tokens_of
+from tests.target_service.test_direct_draft import K, ScriptedDraft, opening_of, serving_draft, session, tokens_of
 from tests.until import until
 
 NUM_TOKENS = 100
@@ -57,6 +59,8 @@ class StreamingDraft(ScriptedDraft):
         self.pause = pause
         #: Whether it keeps to the limit it is told.
         self.is_greedy = False
+        self.may_open = asyncio.Event()
+        self.may_open.set()
         #: What the advances asked for: tokens of a proposal, and of the stream.
         self.asked = []
 
@@ -89,6 +93,7 @@ class StreamingDraft(ScriptedDraft):
 
         reading = asyncio.create_task(read())
         try:
+            await self.may_open.wait()
             opened = draft_pb.DraftSessionOpened(epoch=opening.epoch, num_speculative_tokens=K, streams=True)
             await context.write(draft_pb.DraftResponse(opened=opened))
             while True:
@@ -181,6 +186,25 @@ async def test_a_step_waits_for_a_chain_that_is_due(start_core, serve, plain, tm
         await until_clean(core)
 
 
+async def test_steps_follow_at_once_while_nothing_has_come(start_core, serve, plain, tmp_path, monkeypatch):
+    """As in plain decoding: the next step begins before the event loop has seen the last one."""
+    followed, continue_step = [], Session.continue_step
+
+    def noted(session, *args):
+        followed.append(session.chain is not None and session.due_ns > 0)
+        continue_step(session, *args)
+
+    monkeypatch.setattr(Session, "continue_step", noted)
+    prompt = make_prompt(7)
+    text = plain(prompt, NUM_TOKENS)
+    draft = StreamingDraft(prompt, text, wrong=range(0, NUM_TOKENS, 5), pause=lambda: 0.02)
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
+            await drafted(client, address, text)
+        assert sum(followed) > 10
+        await until_clean(core)
+
+
 async def test_a_draft_that_comes_near_is_waited_for_again(start_core, serve, plain, tmp_path, monkeypatch):
     prompt = make_prompt(8)
     text = plain(prompt, NUM_TOKENS)
@@ -199,6 +223,69 @@ async def test_a_draft_that_comes_near_is_waited_for_again(start_core, serve, pl
         ways = [ahead > 0 for k, ahead in draft.asked if k]
         assert (ways[0], ways[-1]) == (False, False)
         assert any(ways)
+        await until_clean(core)
+
+
+def know_drafts(monkeypatch):
+    """Every draft has streamed before."""
+    monkeypatch.setattr("target_service.trip_times.TripTimes.add_trip", lambda times, _: None)
+    init = TripTimes.__init__
+
+    def known(times, **_):
+        init(times)
+        times.is_far, times.stream_tokens = True, K
+
+    monkeypatch.setattr(TripTimes, "__init__", known)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("comes", ["at once", "late", "never"])
+async def test_a_stream_of_a_draft_that_the_opening_names(  # noqa: PLR0917 (fixtures and parameters)
+    start_core, serve, plain, tmp_path, monkeypatch, is_known, comes
+):
+    """The gateway says nothing more."""
+    if is_known:
+        know_drafts(monkeypatch)
+    prompt = make_prompt(13)
+    text = plain(prompt, NUM_TOKENS)
+    draft = StreamingDraft(prompt, text, wrong=(40, 60))
+    if comes == "late":
+        draft.may_open.clear()
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        address += "/nobody" if comes == "never" else ""
+        asked = opening_of(make_spec(prompt), address, num_draft_tokens=K)
+        async with session(serve, core, tmp_path, prompt, draft=asked, max_tokens=NUM_TOKENS) as client:
+            verdicts = await client.rest(lambda _: draft.may_open.set())
+            assert tokens_of(client.first, verdicts) == text
+        assert (sum(verdict.num_accepted for verdict in verdicts) > 5) == (comes != "never")
+        await until_clean(core)
+
+
+@pytest.mark.parametrize("wants", [True, False])
+async def test_a_known_draft_is_asked_with_its_opening(  # noqa: PLR0917 (fixtures and parameters)
+    start_core, serve, plain, tmp_path, monkeypatch, wants
+):
+    """It streams before anybody knows that it is open; what it sent until then is verified, or dropped."""
+    know_drafts(monkeypatch)
+    prompt = make_prompt(12)
+    text = plain(prompt, NUM_TOKENS)
+    draft = StreamingDraft(prompt, text, wrong=(40, 60))
+    draft.may_open.clear()
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
+            await client.open_draft(address)
+            message = pb.MultiStepDecode(epoch=1, committed_len=len(prompt) + 1, num_tokens=NUM_TOKENS)
+            client.stream.post(pb.VerifyRequest(multi_step_decode=message))
+            await until(lambda: len(draft.asked) > 3)
+            draft.may_open.set()
+            verdicts = await client.rest(lambda _: wants and client.draft(K))
+            assert tokens_of(client.first, verdicts) == text
+        assert {ahead > 0 for _, ahead in draft.asked[:3]} == {True}
+        if wants:
+            assert sum(verdict.num_accepted for verdict in verdicts) > 5
+        else:
+            assert draft.asked[-1] == (0, 0)
+            assert not any(verdict.drafted for verdict in verdicts)
         await until_clean(core)
 
 

@@ -81,7 +81,7 @@ async def test_verdicts_that_come_together_were_not_committed_together(monkeypat
         return verdict
 
     class Watched(FixedPace):
-        def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+        def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
             told.append(now_ns)
 
     monkeypatch.setattr(FakeTargetSession, "receive", dated)

@@ -80,7 +80,7 @@ class Witness(FixedPace):
         super().__init__(0)
         self.plain, self.num_skipped = [], 0
 
-    def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+    def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
         self.plain.append(verdict.num_draft_tokens)
 
     def skip(self, now_ns):

@@ -198,7 +198,7 @@ class ScriptedPace(FixedPace):
         self.k = max(0, min(wanted, self._limit, num_remaining - 1))
         return self.k
 
-    def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+    def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)
 

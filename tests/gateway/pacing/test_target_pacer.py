@@ -12,6 +12,7 @@ import pytest
 from gateway.pacing.pace import FixedPace
 from gateway.pacing.stats import Mode
 from gateway.pacing.target_pacer import MAX_DRAFTERS, TargetPacer
+from gateway.pacing.text_acceptance import TextAcceptance
 from specdec.types import RoundTimings, Verdict
 from tests.gateway.pacing.simulation import Simulation, World, adaptive, fixed, plain
 
@@ -349,6 +350,29 @@ def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
     assert simulation.run(6.0) > 0.9 * whole  # 0.92 to 1.04
     lengths = [k for _, k in simulation.ks[begun:] if k]
     assert lengths.count(12) > 0.95 * len(lengths)  # 1
+
+
+def test_beside_streams_no_text_is_judged_alone():
+    """What is accepted beside all of them decides: one text without a right token for a while goes on drafting. A trial
+    of plain decoding interrupts streams, so another one is long in coming.
+    """
+    pacer, now = TargetPacer(), 0
+    paces = [pacer.session(4) for _ in range(2)]
+    times = pacer.drafter_pacer().times
+    ks, trials = [], []
+    for step in range(3000):
+        now += 10 * MS
+        for i, pace in enumerate(paces):
+            if pace.num_draft_tokens(1000, now):
+                num_accepted = 4 if i and step % 5 == 0 else 0
+                pace.record(verdict(num_accepted, num_accepted), 4, now, tree_depth=4, is_stream=True)
+            else:
+                pace.record(verdict(), 0, now)
+        ks.append(paces[0].k)
+        trials.append(times.trial is Mode.PLAIN)
+    assert ks[1000:].count(4) > 1900
+    assert 0 < sum(trials[1000:]) < 60
+    assert pacer.drafter_pacer().speedups(TextAcceptance(), 4)[4] == pytest.approx(1.4, abs=0.1)
 
 
 def test_methods_that_were_not_used_for_long_are_forgotten():

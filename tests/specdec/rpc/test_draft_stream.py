@@ -4,7 +4,6 @@ import pytest
 
 from specdec.errors import InvalidRequest
 from specdec.rpc.draft_stream import DraftStream
-from specdec.types import DraftOpened
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import types_pb2 as pb
 
@@ -12,6 +11,9 @@ from specdec.v1 import types_pb2 as pb
 class Stream:
     def __init__(self, answer):
         self._answer = answer
+
+    def post(self, message):
+        pass
 
     async def receive(self):
         return self._answer
@@ -27,6 +29,6 @@ class Stream:
 async def test_proposals_whose_parts_do_not_fit(proposal, problem, is_first):
     proposals = [proposal, pb.Proposal()] if is_first else [pb.Proposal(), proposal]
     answer = draft_pb.DraftResponse(proposal=proposals[0], more_proposals=proposals[1:])
-    session = DraftStream(Stream(answer), DraftOpened(1, 0))
+    session = DraftStream(Stream(answer), draft_pb.DraftRequest())
     with pytest.raises(InvalidRequest, match=problem):
         await session.receive()
