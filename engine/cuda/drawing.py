@@ -134,7 +134,7 @@ class CapturedDraws:
                     out = numbers.new_zeros(shape.num_rows, 1 + 2 * shape.q_width)
                     replay = self._capture(lambda: _compute(shape, self._logits_of(shape), numbers, out))
             except Exception as error:  # no memory, what cannot be captured, or Triton's own errors
-                logger.warning("drafts of %s are drawn without a graph: %s", shape, error)
+                logger.warning("drafts of %s are drawn without a graph: %s: %s", shape, type(error).__name__, error)
                 return None
             self._captured[shape] = None if replay is None else _Captured(numbers, replay, out)
         return self._captured[shape]

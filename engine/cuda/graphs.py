@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
-from engine.cuda.sync import NoSync
+from engine.cuda.sync import NoSync, NotCapturable
 from engine.plan import BatchPlan
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,9 @@ class GraphRunner:
 
             try:
                 replay = self._capture(run)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, NotCapturable) as error:
+                if isinstance(error, NotCapturable) and not self.buckets:  # none of its passes can be captured
+                    raise
                 logger.warning("passes of %d rows run without a CUDA graph: %s", bucket.num_rows, error)
                 return None
             self._captured[key] = None if replay is None else (made[0], replay)
@@ -298,10 +300,11 @@ class CudaCapture:
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
-        It is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
+        The second run is checked for waiting; the first may, where it makes what it keeps. What fails only when it is
+        captured after these is the capture's fault, and all other errors are passed on.
 
         Raises:
-            HostWaits: it waits for the device, which a graph cannot.
+            NotCapturable: it cannot be captured, such as :class:`HostWaits`.
         """
         if not self.has_room:
             return None
@@ -309,17 +312,27 @@ class CudaCapture:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            with nullcontext() if self._is_checked else NoSync(self._device.type):
-                run()
             run()
+            with nullcontext() if self._is_checked else NoSync(self._device.type, captures=True):
+                run()
             self._is_checked = not self._checks_all
             self._stream.synchronize()
             # Other threads may use their streams meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            failure: Exception | None = None
             try:
                 run()
-            finally:
+            except Exception as error:
+                failure = error
+            try:
                 graph.capture_end()
+            except RuntimeError as error:  # it is invalid; torch's allocator would go on serving its pool alone
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)  # type: ignore[attr-defined]
+                failure = failure or error
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        if failure is not None:
+            raise NotCapturable(f"{type(failure).__name__}: {failure}") from failure
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         taken = torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
         self._left, self._most = self._left - taken, max(self._most, taken)
@@ -345,8 +358,8 @@ class AgreedCapture:
         replay = None
         try:
             replay = self._capture(run)
-        except RuntimeError as error:
-            logger.warning("passes with exchanges run without CUDA graphs: %s", error)
+        except Exception as error:  # what fails without a graph, too, is raised by the pass itself
+            logger.warning("passes with exchanges run without CUDA graphs: %s: %s", type(error).__name__, error)
         return replay if self._agree(replay is not None) else None
 
 

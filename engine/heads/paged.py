@@ -19,6 +19,7 @@ from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.cuda.graphs import USUAL_ROWS, Capture, CudaCapture, GraphRunner, reserved_bytes
+from engine.cuda.sync import NotCapturable
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head_cache import HeadCache, shapes_of
@@ -90,8 +91,8 @@ class PagedHead(HeadCache):
         return native_head
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay passes of up to 512 rows from now on; the usual ones are captured here. A prediction layer that
-        cannot be captured, as experts may not, is run as it is.
+        """Replay passes of up to 512 rows from now on; the usual ones are captured here. A head that cannot be
+        captured, as experts may not, runs as it is, which the log says.
         """
         head = self.head
         size = head.config.hidden_size if isinstance(head, MtpHead) else head.config.layer.hidden_size
@@ -110,10 +111,8 @@ class PagedHead(HeadCache):
         try:
             with torch.inference_mode():
                 self._graphs.warm_up(_OUTPUT)
-        except RuntimeError as error:  # it waits for the device, or does what cannot be captured
-            if not isinstance(head, MtpHead):
-                raise
-            logger.warning("the prediction layer runs without CUDA graphs: %s", error)
+        except NotCapturable as error:
+            logger.warning("%s runs without CUDA graphs: %s", type(head).__name__, error)
             self._graphs = None
 
     @property
