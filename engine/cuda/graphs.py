@@ -10,6 +10,7 @@ launched with depends on what differs within a bucket; above all, lengths and bl
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -79,6 +80,25 @@ class Bucket:
     def num_logits(self) -> int:
         """Rows of logits it gives."""
         return self.num_rows if self.has_all_logits else min(self.num_rows, FEW_LOGITS)
+
+
+class _Thread(threading.local):
+    """What a thread that owns a device was told."""
+
+    is_eager = False
+
+
+_thread: Final = _Thread()
+
+
+def set_eager(is_eager: bool) -> None:
+    """Whether what this thread draws runs without graphs from now on, as ``enforce_eager`` wants."""
+    _thread.is_eager = is_eager
+
+
+def is_eager() -> bool:
+    """What :func:`set_eager` said."""
+    return _thread.is_eager
 
 
 class Inputs:

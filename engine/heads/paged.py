@@ -53,7 +53,8 @@ class PagedHead(HeadCache):
             ModelNotSupported: a prediction layer attends in a way that cannot be paged.
         """
         device = next(head.parameters()).device
-        graph_bytes = reserved_bytes(head.config.vocab_size, device) if device.type == "cuda" else 0
+        has_graphs = device.type == "cuda" and not settings.enforce_eager
+        graph_bytes = reserved_bytes(head.config.vocab_size, device) if has_graphs else 0
         shapes = _shapes_of(head)
         super().__init__(shapes, head, settings, max_model_len, activation_bytes=graph_bytes)
         self.head: EagleHead | Eagle3Head | MtpHead = head
