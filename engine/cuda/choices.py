@@ -112,7 +112,7 @@ def mass(
     return out.sum(-1, keepdim=True)
 
 
-def _weigh(
+def _weigh(  # noqa: PLR0917
     logits: torch.Tensor,
     top: torch.Tensor,
     temperature: torch.Tensor,

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cuda import choices
+from engine.cuda import choices, graphs
 from engine.cuda.choices import Walk
-from engine.cuda import graphs
 from engine.cuda.graphs import Capture, CudaCapture
 from engine.sampling import sparse
 from engine.sampling.candidates import Likeliest, RowKind, find_likeliest, heaviest, largest

@@ -347,7 +347,7 @@ class CudaCapture:
             try:
                 graph.capture_end()
             except RuntimeError as error:  # it is invalid; torch's allocator would go on serving its pool alone
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)  # type: ignore[attr-defined]
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
                 failure = failure or error
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure
