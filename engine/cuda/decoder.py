@@ -2,9 +2,9 @@
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed; attention rotates, and writes keys and values to the cache
-(:mod:`engine.cuda.rotary_attention`); e4m3 is rounded to where numbers are made. Numbers are rounded where the modules round them; a product and the residual after it may be rounded once. Of up to 512
-rows norm, gate and residual are parts of the products that were measured to be faster so
-(:mod:`engine.cuda.few_rows`).
+(:mod:`engine.cuda.rotary_attention`); numbers become e4m3 where they are made. They are rounded where the modules
+round them; a product and the residual after it may be rounded once. Of up to 512 rows norm, gate and residual are parts
+of the products that were measured to be faster so (:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations

@@ -190,12 +190,13 @@ class GraphRunner:
         forward_with_states: ForwardWithStates | None = None,
         hidden_size: int = 0,
         states_dtype: torch.dtype = torch.bfloat16,
+        max_state_choices: int = MAX_STATE_CHOICES,
     ) -> None:
         """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
         ``forward_with_states``, where passes that give hidden states are captured, too. ``max_rows``: of
         :func:`largest_rows`.
         """
-        self._states_dtype = states_dtype
+        self._states_dtype, self._max_state_choices = states_dtype, max_state_choices
         self._forward = forward
         self._forward_with_states = forward_with_states
         self._hidden_size = hidden_size
@@ -230,7 +231,7 @@ class GraphRunner:
     def _has_room_for(self, layers: tuple[int, ...]) -> bool:
         """Whether hidden states of these layers can be left, or none are wanted."""
         if layers and layers not in self._states:
-            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
+            if self._forward_with_states is None or len(self._states) >= self._max_state_choices:
                 return False
             size = self._max_rows, len(layers), self._hidden_size
             self._states[layers] = torch.empty(size, dtype=self._states_dtype, device=self._logits.device)
