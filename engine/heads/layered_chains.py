@@ -19,12 +19,11 @@ from engine.chains import draw_chains
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.transfer import send
 
-
 #: A pass of some segments through the layer of a number: features [T, H] to outputs [T, H] and logits [N, V].
 Run: TypeAlias = Callable[[Sequence[Segment], Tensor, int], tuple[Tensor, Tensor]]
 
 
-def draft_layered_chains(  # noqa: PLR0917
+def draft_layered_chains(
     run: Run,
     num_layers: int,
     jobs: Sequence[ChainJob],
@@ -34,7 +33,8 @@ def draft_layered_chains(  # noqa: PLR0917
     """Ingest what the jobs feed and draft a chain of ``num_layers`` tokens at most; in inference mode.
 
     ``run`` feeds segments to a layer: with features [T, H] to outputs [T, H], which last until the layer is run again,
-    and logits [N, V]. ``features`` [rows, H] of every job, on the device. Sequences grow by the rows whose entries are complete.
+    and logits [N, V]. ``features`` [rows, H] of every job, on the device. Sequences grow by the rows whose entries are
+    complete.
     """
     rows = LayeredRows(run, jobs, features, num_layers)
     drafting = [i for i, job in enumerate(jobs) if job.num_tokens]

@@ -21,6 +21,7 @@ from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
 from engine.cuda.graphs import (
     ROW_SIZES,
+    USUAL_ROWS,
     AgreedCapture,
     Bucket,
     CudaCapture,
@@ -40,7 +41,7 @@ from engine.plan import BatchPlan
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from specdec.settings import ModelSettings
+from specdec.settings import ModelSettings, SchedulerSettings
 from tests.engine.cuda.launches import rerun
 from tests.engine.heads.mtp_targets import write_mtp_target
 from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
@@ -114,6 +115,11 @@ def test_a_bucket_is_the_smallest_that_holds_the_batch(
     assert num_sequences <= bucket.num_sequences < 2 * num_sequences
     assert num_logits <= bucket.num_logits <= max(64, bucket.num_rows)
     assert bucket.has_trees is is_tree
+
+
+def test_the_largest_step_of_a_service_is_in_a_graph() -> None:
+    """By default, on any device."""
+    assert SchedulerSettings().max_num_batched_tokens <= USUAL_ROWS
 
 
 def test_logits_of_larger_passes_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_chains_over_rounds_are_those_of_the_formulas(tmp_path, family, is_captu
     paged = PagedHead(head, settings_of(tmp_path), 256)
     if is_captured:
         paged.use_graphs(rerun)
-        assert paged._graphs is not None, "each layer has graphs of its own"
-        assert {layers for _, layers in paged._graphs._captured} == {(0,), (1,), (2,)}
+        captured = paged._graphs._captured  # type: ignore[union-attr]  # noqa: SLF001
+        assert {layers for _, layers in captured} == {(0,), (1,), (2,)}, "each layer has graphs of its own"
     texts = [text_and_states(target, 30, seed) for seed in (1, 2)]
     sequences = [paged.pool.open(60) for _ in texts]
     for end, lengths in ((1, (3, 2)), (2, (3, 3)), (9, (0, 1)), (11, (1, 3)), (12, (2, 0)), (20, (3, 3)), (29, (3, 1))):
