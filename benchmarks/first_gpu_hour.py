@@ -168,7 +168,7 @@ def time_passes(size: str, args: argparse.Namespace) -> Found:
             )
         ]
         data["eager" if is_eager else "steps"] = timed
-        verifier = passes.warm_verifier(engine)
+        verifier = passes.warm_verifier(engine, captures=not is_eager)
         data[f"calls{'_eager' * is_eager}"] = passes.count_calls(engine, verifier, K)
         if not is_eager:
             data["path"], data["prefill_s"] = engine.runner.description, passes.time_prefill(engine, args.repeats)

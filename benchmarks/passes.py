@@ -123,10 +123,10 @@ def time_drafting(engine: Engine, rule: Rule, *, temperature: float, k: int, rep
         return _median(run, engine.device, repeats) / k
 
 
-def warm_verifier(engine: Engine) -> Verifier:
+def warm_verifier(engine: Engine, *, captures: bool = True) -> Verifier:
     """What decides the engine's rounds, as a target has it."""
     verifier = Verifier()
-    verifier.warm_up(engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
+    verifier.warm_up(engine.device, engine.info.vocab_size, engine.info.tokenizer_size, captures=captures)
     return verifier
 
 

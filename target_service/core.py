@@ -127,7 +127,8 @@ class TargetCore:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
             verifier = cls.verifier_class(num_threads=engine.num_threads)
-            await device.run(verifier.warm_up, engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
+            sizes, captures = (engine.info.vocab_size, engine.info.tokenizer_size), not settings.model.enforce_eager
+            await device.run(verifier.warm_up, engine.device, *sizes, captures=captures)
             state_maps = await device.run(read_state_maps, settings, engine)
         except BaseException:
             await finish(_undo_start(device, loading))

@@ -26,9 +26,9 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Programs per multiprocessor that a launch should have before entries are no longer split.
 _WAVES: Final = 4
 #: Parts a sequence's entries are split into, at most.
-_MAX_SPLITS: Final = 64
+MAX_SPLITS: Final = 64
 #: Tiles of entries on their way at a time.
-_NUM_STAGES: Final = 3
+NUM_STAGES: Final = 3
 _MULTIPROCESSORS_WITHOUT_A_GPU: Final = 16
 
 
@@ -59,7 +59,7 @@ class Launch:
         tile_rows = tile_m // group
         tile_n = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 1024 else 16
         num_tiles = max(-(-plan.num_rows // tile_rows), plan.num_sequences)
-        useful = min(_MAX_SPLITS, -(-plan.max_kv_len // tile_n))
+        useful = min(MAX_SPLITS, -(-plan.max_kv_len // tile_n))
         num_splits = min(padded_size(max(num_programs // (num_tiles * num_kv_heads), 1)), padded_size(useful))
         return cls(tile_m, tile_rows, tile_n, num_splits)
 
@@ -102,7 +102,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
         num_kv_heads=num_kv_heads,
         dim=max(padded),
         itemsize=query.itemsize,
-        num_programs=_programs_of(query.device) if num_programs is None else num_programs,
+        num_programs=programs_of(query.device) if num_programs is None else num_programs,
     )
     out = query.new_empty(num_rows, num_heads, value_dim)
     is_split = launch.num_splits > 1
@@ -148,7 +148,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
         TILE_M=launch.tile_m,
         TILE_N=launch.tile_n,
         num_warps=4,
-        num_stages=_NUM_STAGES,
+        num_stages=NUM_STAGES,
     )
     if is_split:
         kernels.join[(num_rows * num_heads,)](
@@ -159,7 +159,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
             launch.num_splits,
             VALUE_DIM=value_dim,
             PADDED_VALUE_DIM=padded[1],
-            MAX_SPLITS=_MAX_SPLITS,
+            MAX_SPLITS=MAX_SPLITS,
             num_warps=4,
         )
     return out
@@ -250,7 +250,8 @@ def padded_size(number: int) -> int:
 
 
 @lru_cache
-def _programs_of(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
+    """Programs that fill a device."""
     if device.type != "cuda":
         return _WAVES * _MULTIPROCESSORS_WITHOUT_A_GPU
     return _WAVES * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 #: Parameters that lie wherever a batch put them.
-_LISTS = ["logits", "rows", "rounds", "words", "places"]
+_LISTS = ["logits", "rows", "rounds", "words", "places", "keys"]
 
 
 @triton.jit
@@ -16,6 +16,13 @@ def _mixed(keys, index):
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _uniform(keys, v):
+    """Numbers in (0, 1) of tokens, float64."""
+    bits = _mixed(keys, v.to(tl.int64))
+    return (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
 @triton.jit
@@ -57,9 +64,7 @@ def choose(logits, rows, words, scores, ids, num_tokens, row_stride, num_words, 
     score = tl.where(x == x, x, float("-inf")).to(tl.float64)  # noqa: PLR0124 - a NaN is not
     temperature = tl.load(rows + row * 6 + 2).to(tl.float64, bitcast=True)
     if temperature > 0.0:
-        bits = _mixed(tl.load(rows + row * 6 + 1), v.to(tl.int64))
-        uniform = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
-        score = score / temperature - tl.log(-tl.log(uniform))
+        score = score / temperature - tl.log(-tl.log(_uniform(tl.load(rows + row * 6 + 1), v)))
     best = tl.max(score, 0)
     token = tl.min(tl.where(score == best, v, 0x7FFFFFFF), 0)
     is_nan = tl.max((x != x).to(tl.int32), 0) > 0  # noqa: PLR0124
@@ -114,14 +119,17 @@ def weigh(  # noqa: PLR0917
     tops,
     temperatures,
     min_ps,
+    keys,
     out,
     num_tokens,
     row_stride,
     HAS_MIN_P: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """exp((logit - top) / T) in float64, 0 where that is below min-p. Programs: (row, part of the vocabulary).
+    HAS_NOISE: over E ~ Exp(1) of the row's key, int64 [R], and the token.
 
     logits float32 [R, row_stride]; tops float32, temperatures and min_ps float64 [R]; a row whose top is not finite has
     weights of 0 alone. out: float64 [R, num_tokens], or with SUMS those of parts, [R, parts].
@@ -136,6 +144,8 @@ def weigh(  # noqa: PLR0917
     weight = tl.exp((x - safe) / tl.load(temperatures + row))
     if HAS_MIN_P:
         weight = tl.where(weight >= tl.load(min_ps + row), weight, 0.0)
+    if HAS_NOISE:
+        weight = weight / -tl.log(_uniform(tl.load(keys + row), v))
     if SUMS:
         tl.store(out + row * tl.num_programs(1) + part, tl.sum(weight, 0))
     else:

@@ -92,10 +92,14 @@ def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[torch.Tens
     )
 
 
-def weights(logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """exp((logit - top) / T) float64 [R, V], ``logits`` float32; ``top`` float32 and ``temperature`` float64 [R, 1]."""
+def weights(
+    logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor | None = None
+) -> torch.Tensor:
+    """exp((logit - top) / T) float64 [R, V], ``logits`` float32; ``top`` float32 and ``temperature`` float64 [R, 1].
+    With ``keys`` int64 [R] of noise its race (:func:`engine.sampling.draws.race`).
+    """
     out = logits.new_empty(logits.shape, dtype=torch.float64)
-    _weigh(logits, top, temperature, None, out, SUMS=False)
+    _weigh(logits, top, temperature, None, out, keys, SUMS=False)
     return out
 
 
@@ -108,12 +112,13 @@ def mass(
     return out.sum(-1, keepdim=True)
 
 
-def _weigh(
+def _weigh(  # noqa: PLR0917
     logits: torch.Tensor,
     top: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor | None,
     out: torch.Tensor,
+    keys: torch.Tensor | None = None,
     **kind: bool,
 ) -> None:
     kernels.weigh[(len(logits), -(-logits.shape[1] // _TILE))](
@@ -121,10 +126,12 @@ def _weigh(
         top.contiguous(),
         temperature.contiguous(),
         temperature if min_p is None else min_p.contiguous(),
+        temperature if keys is None else keys,
         out,
         logits.shape[1],
         logits.stride(0),
         HAS_MIN_P=min_p is not None,
+        HAS_NOISE=keys is not None,
         **kind,
         TILE=_TILE,
         num_warps=8,

@@ -1,11 +1,10 @@
-"""The forward pass of Llama-shaped models on a GPU in seven to ten launches a layer (in e4m3 eleven); where no text is
-split, in one less.
+"""The forward pass of Llama-shaped models on a GPU in five to eight launches a layer, in e4m3 too.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
-gate and up. The residual is added where it is normed, and keys and values go to the cache where they are rotated.
-Numbers are rounded where the modules round them; a product and the residual after it may be rounded once. Of up to 512
-rows norm, gate and residual are parts of the products that were measured to be faster so
-(:mod:`engine.cuda.few_rows`).
+gate and up. The residual is added where it is normed; attention rotates, and writes keys and values to the cache
+(:mod:`engine.cuda.rotary_attention`); numbers become e4m3 where they are made. They are rounded where the modules
+round them; a product and the residual after it may be rounded once. Of up to 512 rows norm, gate and residual are parts
+of the products that were measured to be faster so (:mod:`engine.cuda.few_rows`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.cuda import few_rows, kernels
-from engine.cuda.attention import DTYPES, padded_size, paged_attention
+from engine.cuda.attention import DTYPES, padded_size
 from engine.cuda.few_rows import FewRows, Product
-from engine.cuda.float8 import Float8Linear, round_rows
+from engine.cuda.float8 import Float8Linear, Float8Rows, round_rows
 from engine.cuda.int4 import Int4Linear
 from engine.cuda.joined_biases import join_biases
+from engine.cuda.rotary_attention import Around, rotary_attention
 from engine.cuda.row_kernels import norm, norm_rounded, silu_multiply
 from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 from engine.trimmed_outputs import output_linear
@@ -45,8 +45,6 @@ class FusedDecoder:
         attention = self._body.layers[0].self_attn
         self._scale: float = attention.scaling
         self._head_dim: int = attention.head_dim
-        self._num_kv_heads = caches[0][0].shape[1]
-        self._num_heads = _num_outputs(attention.q_proj) // self._head_dim  # this rank's
         self._eps: float = model.config.rms_norm_eps
         self._layers = [
             (
@@ -56,14 +54,16 @@ class FusedDecoder:
             )
             for layer in self._body.layers
         ]
+        #: Whether the last program of a tile joins its parts and rounds them; else launches of their own do.
+        self.joins = True
         #: Up to how many rows each product is one launch with what stands around it, and how it is cut.
         self.few_rows = FewRows({})
         #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
         self._products: list[tuple[Product, ...]] = []
 
-    def forget_few_rows(self) -> None:
-        """Leave all products to torch."""
-        self.few_rows = FewRows({})
+    def simplify(self) -> None:
+        """Leave all products to torch, and joining and rounding to launches of their own."""
+        self.few_rows, self.joins = FewRows({}), False
 
     def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
         """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
@@ -137,7 +137,7 @@ class FusedDecoder:
         for index, (layer, qkv_proj, gate_up) in enumerate(self._layers):
             qkv = self._normed_product(x, delta, layer.input_layernorm.weight, qkv_proj)
             catch(index, x)
-            delta = layer.self_attn.o_proj(self._attend(qkv, angles, index, batch))
+            delta = self._attended_product(qkv, angles, index, batch)
             both, down = (
                 self._normed_product(x, delta, layer.post_attention_layernorm.weight, gate_up),
                 layer.mlp.down_proj,
@@ -147,6 +147,14 @@ class FusedDecoder:
                 down.multiply(round_rows(both, down.group, is_gated=True)) if is_float8 else down(silu_multiply(both))
             )
         return delta
+
+    def _attended_product(self, qkv: Tensor, angles: Tensor, index: int, batch: Batch) -> Tensor:
+        """Attend, and multiply what was attended."""
+        linear = self._body.layers[index].self_attn.o_proj
+        is_float8 = isinstance(linear, Float8Linear)
+        attended = self._attend(qkv, angles, index, batch, linear.group if is_float8 else None)
+        product: Tensor = linear.multiply(attended) if is_float8 else linear(attended)
+        return product
 
     def _normed_product(self, x: Tensor, delta: Tensor | None, weight: Tensor, linear: Any) -> Tensor:
         """Add ``delta`` to ``x`` in place, and multiply the normed sum."""
@@ -159,40 +167,28 @@ class FusedDecoder:
         """A layer on ``x`` [T, H] in place."""
         qkv, output, gate_up, down = self._products[index]
         multiply = partial(self.few_rows.multiply, eps=self._eps)
-        multiply(self._attend(multiply(x, qkv), angles, index, batch), output, out=x)
+        attended = self._attend(multiply(x, qkv), angles, index, batch)
+        assert isinstance(attended, Tensor)
+        multiply(attended, output, out=x)
         multiply(multiply(x, gate_up), down, out=x)
 
-    def _attend(self, joined: Tensor, angles: Tensor, index: int, batch: Batch) -> Tensor:
+    def _attend(
+        self, joined: Tensor, angles: Tensor, index: int, batch: Batch, rounded_group: int | None = None
+    ) -> Tensor | Float8Rows:
         """Write a layer's keys and values, and attend: [T, all heads · D] to [T, Hq · D]."""
-        qkv = joined.view(len(joined), -1, self._head_dim)  # [T, heads, D]
-        self._rotate_write(qkv, angles, index, batch)
-        query, window = qkv[:, : self._num_heads], self._windows[index]
-        return paged_attention(query, *self._caches[index], batch.plan, self._scale, window).flatten(1)
-
-    def _rotate_write(self, qkv: Tensor, angles: Tensor, index: int, batch: Batch) -> None:
-        """Norm, rotate and write what a layer attends with, ``qkv`` [T, heads of all three, D]."""
-        k_cache, v_cache = self._caches[index]
         attention = self._body.layers[index].self_attn
-        has_norms = hasattr(attention, "q_norm")
-        norms = (attention.q_norm.weight, attention.k_norm.weight) if has_norms else (qkv, qkv)
-        kernels.rotate_write[(len(qkv), qkv.shape[1])](
-            qkv,
-            *angles,
-            *norms,
-            k_cache,
-            v_cache,
-            batch.plan.slots,
+        query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        around = Around(
+            angles[0],
+            angles[1],
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
             self._eps,
-            k_cache.stride(0),
-            v_cache.stride(0),
-            HEADS=self._num_heads,
-            KV_HEADS=self._num_kv_heads,
-            HALF=self._head_dim // 2,
-            PADDED_HALF=padded_size(self._head_dim // 2),
-            BLOCK_SIZE=batch.plan.block_size,
-            HAS_NORMS=has_norms,
-            num_warps=1,
+            rounded_group,
         )
+        qkv = joined.view(len(joined), -1, self._head_dim)  # [T, heads, D]
+        cache, window = self._caches[index], self._windows[index]
+        return rotary_attention(qkv, *cache, batch.plan, around, self._scale, window, joins=self.joins)
 
 
 def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None:  # noqa: PLR0911
@@ -229,11 +225,6 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
 def _is_plain(linear: nn.Module, split: str = "") -> bool:
     """Whether a layer is one of torch, or one of :mod:`engine.parallel.shards` by that name."""
     return type(linear) is nn.Linear or type(linear).__name__ == split
-
-
-def _num_outputs(linear: Any) -> int:
-    """Of this rank's part of a layer."""
-    return len(linear.weight) if _is_plain(linear) else linear.out_features
 
 
 def _can_join(linears: Sequence[Any]) -> bool:

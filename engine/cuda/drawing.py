@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cuda import choices
+from engine.cuda import choices, graphs
 from engine.cuda.choices import Walk
 from engine.cuda.graphs import Capture, CudaCapture
 from engine.sampling import sparse
-from engine.sampling.distribution import MAX_NUMBERS, NUM_CANDIDATES, RowLimits, of_candidates
+from engine.sampling.candidates import Likeliest, RowKind, find_likeliest, heaviest, largest
+from engine.sampling.distribution import MAX_NUMBERS, NUM_CANDIDATES, Distribution, RowLimits, of_candidates
 from engine.sampling.drafting import Drafted, draft, draft_alike, draft_uniforms, drawn_from_q
-from engine.sampling.draws import winners
+from engine.sampling.draws import race, winners
 from engine.sampling.noise import Stream
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
@@ -53,18 +54,24 @@ class DrawShape(NamedTuple):
     truncates: bool
     num_rows: int
     num_tokens: int
+    #: The likeliest tokens of a row that are wanted; 0: one is drawn.
+    num_wanted: int = 0
 
     @property
     def q_width(self) -> int:
         """Tokens that a row of q names; 0: none is sent."""
-        return sparse.max_tokens(self.num_tokens) if self.sampling.sends_q else 0
+        return sparse.max_tokens(self.num_tokens) if self.sampling.sends_q and not self.num_wanted else 0
+
+    @property
+    def num_results(self) -> int:
+        """Numbers that are left of a row."""
+        return 2 * self.num_wanted or 1 + 2 * self.q_width
 
     @property
     def is_known(self) -> bool:
         """Whether there may be a graph for it."""
-        is_known = self.sampling.sends_q or (
-            self.sampling.shares_noise and self.truncates and self.num_tokens > NUM_CANDIDATES
-        )
+        draws_once = self.sampling.shares_noise and self.truncates and self.num_tokens > NUM_CANDIDATES
+        is_known = self.num_wanted > 0 or self.sampling.sends_q or draws_once
         return is_known and 0 < self.num_rows * self.num_tokens <= MAX_NUMBERS
 
 
@@ -100,16 +107,41 @@ class CapturedDraws:
                     self._captured_for(each)
         if (captured := self._captured_for(shape)) is None:
             return draft_alike(sampling, logits, rows)
-        found = self._replay(captured, shape, logits, rows)
+        parts = self._replay(captured, shape, logits, rows).split([1, shape.q_width, shape.q_width], 1)  # type: ignore[no-untyped-call]
+        found = Drafted(parts[0][:, 0], *parts[1:]) if shape.q_width else Drafted(parts[0][:, 0])
         if shape not in self._checked:
-            self._checked.add(shape)
-            if not _equal(found, wanted := draft_alike(sampling, logits, rows)):
-                logger.warning("drafts of %s are drawn without a graph: it draws other tokens", shape)
-                self._captured[shape] = None
-                return wanted
+            wanted = draft_alike(sampling, logits, rows)
+            return found if self._is_right(shape, _equal(found, wanted)) else wanted
         return found
 
-    def _replay(self, captured: _Captured, shape: DrawShape, logits: Tensor, rows: Rows) -> Drafted:
+    def find(self, kind: RowKind, logits: Tensor, rows: Rows, count: int) -> Likeliest:
+        """:func:`engine.sampling.candidates.find_likeliest`, checked in the same way."""
+        sampling = DraftSampling.SHARED_NOISE if kind.shares_noise else DraftSampling.FROM_Q
+        sampling = DraftSampling.ARGMAX if kind.is_greedy else sampling
+        shape = _shape_of(sampling, rows, count)
+        if shape is not None and shape not in self._captured:
+            for num_rows in reversed(_ROWS):
+                if (each := shape._replace(num_rows=num_rows)).is_known:
+                    self._captured_for(each)
+        if shape is None or (captured := self._captured_for(shape)) is None:
+            return find_likeliest(kind, logits, rows, count)
+        token_ids, bits = self._replay(captured, shape, logits, rows).chunk(2, dim=1)
+        found = token_ids, bits.view(torch.float64)
+        if shape not in self._checked:
+            wanted = find_likeliest(kind, logits, rows, count)
+            return found if self._is_right(shape, _are_alike(found, wanted)) else wanted
+        return found
+
+    def _is_right(self, shape: DrawShape, is_right: bool) -> bool:
+        """Note what the comparison of the first draw of a shape said."""
+        self._checked.add(shape)
+        if not is_right:
+            logger.warning("drafts of %s are drawn without a graph: it draws other tokens", shape)
+            self._captured[shape] = None
+        return is_right
+
+    def _replay(self, captured: _Captured, shape: DrawShape, logits: Tensor, rows: Rows) -> Tensor:
+        """What the graph leaves of the rows, int64 [R, num_results]."""
         numbers, replay, out = captured
         staged = torch.zeros(numbers.shape, dtype=torch.int64, pin_memory=numbers.device.type != "cpu")
         _fill(staged.numpy(), shape, rows)
@@ -117,9 +149,7 @@ class CapturedDraws:
             numbers.copy_(staged, non_blocking=True)
             self._logits_of(shape)[: len(rows)].copy_(logits)
             replay()
-            found = out[: len(rows)].clone()
-        token_ids, q_token_ids, q_weights = found.split([1, shape.q_width, shape.q_width], 1)  # type: ignore[no-untyped-call]
-        return Drafted(token_ids[:, 0], q_token_ids, q_weights) if shape.q_width else Drafted(token_ids[:, 0])
+            return out[: len(rows)].clone()
 
     def _logits_of(self, shape: DrawShape) -> Tensor:
         return self._logits[: shape.num_rows * shape.num_tokens].view(shape.num_rows, shape.num_tokens)
@@ -131,22 +161,24 @@ class CapturedDraws:
                 with torch.inference_mode():
                     size = _NUMBERS, shape.num_rows
                     numbers = torch.full(size, _PADDING, dtype=torch.float64, device=self._device).view(torch.int64)
-                    out = numbers.new_zeros(shape.num_rows, 1 + 2 * shape.q_width)
+                    out = numbers.new_zeros(shape.num_rows, shape.num_results)
                     replay = self._capture(lambda: _compute(shape, self._logits_of(shape), numbers, out))
             except Exception as error:  # no memory, what cannot be captured, or Triton's own errors
-                logger.warning("drafts of %s are drawn without a graph: %s", shape, error)
+                logger.warning("drafts of %s are drawn without a graph: %s: %s", shape, type(error).__name__, error)
                 return None
             self._captured[shape] = None if replay is None else _Captured(numbers, replay, out)
         return self._captured[shape]
 
 
-def _shape_of(sampling: DraftSampling, rows: Rows) -> DrawShape | None:
+def _shape_of(sampling: DraftSampling, rows: Rows, num_wanted: int = 0) -> DrawShape | None:
     """The smallest shape that holds the rows; None: there is none."""
     num_tokens, truncates = rows.states[0].num_tokens, any(state.truncates for state in rows.states)
-    most = sparse.max_tokens(num_tokens) if sampling.sends_q else NUM_CANDIDATES - 1
-    if any(state.params.top_k > most and state.truncates for state in rows.states):
+    most = sparse.max_tokens(num_tokens) if sampling.sends_q and not num_wanted else NUM_CANDIDATES - 1
+    truncates = truncates and sampling is not DraftSampling.ARGMAX
+    if truncates and any(state.params.top_k > most and state.truncates for state in rows.states):
         return None
-    shape = DrawShape(sampling, truncates, next((count for count in _ROWS if count >= len(rows)), 0), num_tokens)
+    num_rows = next((count for count in _ROWS if count >= len(rows)), 0)
+    shape = DrawShape(sampling, truncates, num_rows, num_tokens, num_wanted)
     return shape if shape.is_known else None
 
 
@@ -158,9 +190,9 @@ def _fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
     real[0, :count] = [p.temperature for p in params]
     real[1, :count] = [p.min_p for p in params]
     real[2, :count] = [p.top_p for p in params]
-    if shape.sampling.sends_q:
+    if shape.q_width:
         real[3, :count] = [u for (u,) in draft_uniforms(rows)]
-    else:
+    elif shape.sampling.shares_noise:
         numbers[3, :count] = _noise_keys(rows)
     numbers[4, :count] = [p.top_k or shape.num_tokens for p in params]
 
@@ -171,6 +203,10 @@ def _compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> 
     Of tokens that are as likely as the last candidate others may be left out than by torch: any q may be sent.
     """
     real = numbers.view(torch.float64)[:, :, None]
+    if shape.num_wanted:
+        token_ids, logprobs = _find(shape, logits, numbers)
+        out.copy_(torch.cat([token_ids, logprobs.view(torch.int64)], 1))
+        return
     limits = RowLimits(real[0], real[1], numbers[4, :, None], real[2]) if shape.truncates else RowLimits(real[0])
     q = of_candidates(logits, limits, min(NUM_CANDIDATES, shape.num_tokens), choices)
     if shape.sampling.sends_q:
@@ -180,6 +216,26 @@ def _compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> 
         out.copy_(torch.cat([drafted.token_ids[:, None], drafted.q_token_ids, drafted.q_weights], 1))
         return
     out[:, 0].copy_(q.tokens(winners(q, numbers[3])))
+
+
+def _find(shape: DrawShape, logits: Tensor, numbers: Tensor) -> Likeliest:
+    """The likeliest tokens of the rows."""
+    if shape.sampling is DraftSampling.ARGMAX:
+        return largest(logits, shape.num_wanted)
+    real, is_race = numbers.view(torch.float64)[:, :, None], shape.sampling.shares_noise
+    if shape.truncates:
+        limits = RowLimits(real[0], real[1], numbers[4, :, None], real[2])
+        q = of_candidates(logits, limits, min(NUM_CANDIDATES, shape.num_tokens), choices)
+        return heaviest(q, race(q, numbers[3]) if is_race else q.weights, shape.num_wanted, is_race=is_race)
+    top = logits.amax(-1, keepdim=True)
+    weights = choices.weights(logits, top, real[0], numbers[3] if is_race else None)
+    q = Distribution(weights, None, top[:, 0].isfinite(), shape.num_tokens)
+    return heaviest(q, weights, shape.num_wanted, is_race=is_race)
+
+
+def find(kind: RowKind, logits: Tensor, rows: Rows, count: int) -> Likeliest:
+    """:func:`engine.sampling.candidates.find_likeliest`, of a thread that may capture by a graph."""
+    return (find_likeliest if graphs.is_eager() else draws_of(logits.device).find)(kind, logits, rows, count)
 
 
 def _noise_keys(rows: Rows) -> list[int]:
@@ -195,6 +251,12 @@ def _equal(one: Drafted, other: Drafted) -> bool:
         (one.q_weights, other.q_weights),
     )
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+def _are_alike(one: Likeliest, other: Likeliest) -> bool:
+    """Of candidates, where they are any."""
+    are_any = other[1] > -torch.inf
+    return torch.allclose(one[1], other[1], equal_nan=True) and torch.equal(one[0][are_any], other[0][are_any])
 
 
 class _Draws(threading.local):
@@ -232,6 +294,8 @@ def _alike(sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
         return draft_alike(sampling, logits, rows)  # the largest logit is one launch of torch's
     if sampling.shares_noise and not any(state.truncates for state in rows.states) and _is_right(logits.device):
         return _walked(logits, rows)
+    if graphs.is_eager():
+        return draft_alike(sampling, logits, rows)
     return draws_of(logits.device).draw(sampling, logits, rows)
 
 

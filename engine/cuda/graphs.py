@@ -10,6 +10,7 @@ launched with depends on what differs within a bucket; above all, lengths and bl
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
-from engine.cuda.sync import NoSync
+from engine.cuda.sync import NoSync, NotCapturable
 from engine.plan import BatchPlan
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,25 @@ class Bucket:
     def num_logits(self) -> int:
         """Rows of logits it gives."""
         return self.num_rows if self.has_all_logits else min(self.num_rows, FEW_LOGITS)
+
+
+class _Thread(threading.local):
+    """What a thread that owns a device was told."""
+
+    is_eager = False
+
+
+_thread: Final = _Thread()
+
+
+def set_eager(is_eager: bool) -> None:
+    """Whether what this thread draws runs without graphs from now on, as ``enforce_eager`` wants."""
+    _thread.is_eager = is_eager
+
+
+def is_eager() -> bool:
+    """What :func:`set_eager` said."""
+    return _thread.is_eager
 
 
 class Inputs:
@@ -170,12 +190,13 @@ class GraphRunner:
         forward_with_states: ForwardWithStates | None = None,
         hidden_size: int = 0,
         states_dtype: torch.dtype = torch.bfloat16,
+        max_state_choices: int = MAX_STATE_CHOICES,
     ) -> None:
         """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
         ``forward_with_states``, where passes that give hidden states are captured, too. ``max_rows``: of
         :func:`largest_rows`.
         """
-        self._states_dtype = states_dtype
+        self._states_dtype, self._max_state_choices = states_dtype, max_state_choices
         self._forward = forward
         self._forward_with_states = forward_with_states
         self._hidden_size = hidden_size
@@ -210,7 +231,7 @@ class GraphRunner:
     def _has_room_for(self, layers: tuple[int, ...]) -> bool:
         """Whether hidden states of these layers can be left, or none are wanted."""
         if layers and layers not in self._states:
-            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
+            if self._forward_with_states is None or len(self._states) >= self._max_state_choices:
                 return False
             size = self._max_rows, len(layers), self._hidden_size
             self._states[layers] = torch.empty(size, dtype=self._states_dtype, device=self._logits.device)
@@ -256,7 +277,9 @@ class GraphRunner:
 
             try:
                 replay = self._capture(run)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, NotCapturable) as error:
+                if isinstance(error, NotCapturable) and not self.buckets:  # none of its passes can be captured
+                    raise
                 logger.warning("passes of %d rows run without a CUDA graph: %s", bucket.num_rows, error)
                 return None
             self._captured[key] = None if replay is None else (made[0], replay)
@@ -298,10 +321,11 @@ class CudaCapture:
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
-        It is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
+        The second run is checked for waiting; the first may, where it makes what it keeps. What fails only when it is
+        captured after these is the capture's fault, and all other errors are passed on.
 
         Raises:
-            HostWaits: it waits for the device, which a graph cannot.
+            NotCapturable: it cannot be captured, such as :class:`HostWaits`.
         """
         if not self.has_room:
             return None
@@ -309,17 +333,27 @@ class CudaCapture:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            with nullcontext() if self._is_checked else NoSync(self._device.type):
-                run()
             run()
+            with nullcontext() if self._is_checked else NoSync(self._device.type, captures=True):
+                run()
             self._is_checked = not self._checks_all
             self._stream.synchronize()
             # Other threads may use their streams meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            failure: Exception | None = None
             try:
                 run()
-            finally:
+            except Exception as error:
+                failure = error
+            try:
                 graph.capture_end()
+            except RuntimeError as error:  # it is invalid; torch's allocator would go on serving its pool alone
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                failure = failure or error
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        if failure is not None:
+            raise NotCapturable(f"{type(failure).__name__}: {failure}") from failure
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         taken = torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
         self._left, self._most = self._left - taken, max(self._most, taken)
@@ -345,8 +379,8 @@ class AgreedCapture:
         replay = None
         try:
             replay = self._capture(run)
-        except RuntimeError as error:
-            logger.warning("passes with exchanges run without CUDA graphs: %s", error)
+        except Exception as error:  # what fails without a graph, too, is raised by the pass itself
+            logger.warning("passes with exchanges run without CUDA graphs: %s: %s", type(error).__name__, error)
         return replay if self._agree(replay is not None) else None
 
 

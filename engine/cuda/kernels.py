@@ -16,10 +16,37 @@ import triton.language as tl
 from engine.cuda.float8_kernels import store_rounded
 
 #: Parameters that lie wherever a plan put them: a kernel must not be compiled again for each alignment.
-_PLAN_TENSORS: Final = ["row_starts", "kv_lens", "block_tables", "positions", "ancestors", "slots"]
+PLAN_TENSORS: Final = ["row_starts", "kv_lens", "block_tables", "positions", "ancestors", "slots"]
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_stride"], do_not_specialize_on_alignment=_PLAN_TENSORS)
+@triton.jit
+def sequence_of(row_starts, num_sequences, tile, TILE_ROWS: tl.constexpr):
+    """The sequence of a tile, by bisection: s has the tiles from row_starts[s] // TILE_ROWS + s on."""
+    sequence = 0
+    behind = num_sequences
+    while behind - sequence > 1:
+        middle = (sequence + behind) // 2
+        is_before = tl.load(row_starts + middle) // TILE_ROWS + middle <= tile
+        sequence = tl.where(is_before, middle, sequence)
+        behind = tl.where(is_before, behind, middle)
+    return sequence
+
+
+@triton.jit
+def fold(scores, sees, values, peak, total, attended):  # noqa: PLR0917
+    """Take a tile of entries into the running softmax: scores [M, N], sees bool [M, N], values [N, Dv]."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    scores = tl.where(sees, scores * LOG2_E, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(peak - base)
+    attended = attended * decay[:, None]
+    attended += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_peak, total * decay + tl.sum(weights, 1), attended
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_stride"], do_not_specialize_on_alignment=PLAN_TENSORS)
 def attend(  # noqa: PLR0912, PLR0915, PLR0917
     query,
     k_cache,
@@ -69,13 +96,7 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
 
-    sequence = 0
-    behind = num_sequences
-    while behind - sequence > 1:
-        middle = (sequence + behind) // 2
-        is_before = tl.load(row_starts + middle) // TILE_ROWS + middle <= tile
-        sequence = tl.where(is_before, middle, sequence)
-        behind = tl.where(is_before, behind, middle)
+    sequence = sequence_of(row_starts, num_sequences, tile, TILE_ROWS)
     first_row = tl.load(row_starts + sequence)
     num_rows = tl.load(row_starts + sequence + 1) - first_row
     start = (tile - first_row // TILE_ROWS - sequence) * TILE_ROWS
@@ -152,20 +173,12 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
                 sees &= tl.where(is_fed, depth, n)[None, :] > position[:, None] - WINDOW
             else:
                 sees &= n[None, :] > position[:, None] - WINDOW
-        scores = tl.where(sees, scores * LOG2_E, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(peak - base)
-        peak = new_peak
-        total = total * decay + tl.sum(weights, 1)
         values = tl.load(
             v_cache + (block * v_block_stride + in_block * VALUE_DIM)[:, None] + e[None, :],
             mask=is_entry[:, None] & (e < VALUE_DIM)[None, :],
             other=0.0,
         )  # [N, Dv]
-        attended = attended * decay[:, None]
-        attended += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak, total, attended = fold(scores, sees, values, peak, total, attended)
 
     target = place * (KV_HEADS * GROUP) + head
     is_value = is_row[:, None] & (e < VALUE_DIM)[None, :]
@@ -216,7 +229,7 @@ def join(  # noqa: PLR0917
     tl.store(out + target * VALUE_DIM + e, joined.to(out.dtype.element_ty), mask=e < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
+@triton.jit(do_not_specialize_on_alignment=PLAN_TENSORS)
 def write(  # noqa: PLR0917
     key,
     value,
@@ -314,7 +327,7 @@ def add_norm(  # noqa: PLR0917
         tl.store(out + row + d, scaled, mask=is_number)
 
 
-@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
+@triton.jit(do_not_specialize_on_alignment=PLAN_TENSORS)
 def angles(positions, frequencies, cosines, sines, scaling, HALF: tl.constexpr, PADDED_HALF: tl.constexpr):  # noqa: PLR0917
     """Cosines and sines of rotary positions, times ``scaling``. Programs: rows.
 
@@ -330,73 +343,6 @@ def angles(positions, frequencies, cosines, sines, scaling, HALF: tl.constexpr, 
     for half in tl.static_range(2):
         tl.store(cosines + place + half * HALF, cosine, mask=d < HALF)
         tl.store(sines + place + half * HALF, sine, mask=d < HALF)
-
-
-@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
-def rotate_write(  # noqa: PLR0917
-    qkv,
-    cosines,
-    sines,
-    query_norm,
-    key_norm,
-    k_cache,
-    v_cache,
-    slots,
-    eps,
-    k_block_stride,
-    v_block_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-):
-    """Norm (where there are norms) and rotate queries in place and keys into the cache, values into theirs. Programs:
-    (row, head of queries, keys or values).
-
-    qkv [T, HEADS + 2 KV_HEADS, 2 HALF]; cosines and sines [T, 2 HALF]. Rotary positions as in transformers: halves.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, PADDED_HALF)
-    is_number = d < HALF
-    place = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + d
-    first = tl.load(place, mask=is_number, other=0.0)
-    second = tl.load(place + HALF, mask=is_number, other=0.0)
-    number = first.dtype
-    if head < HEADS + KV_HEADS:
-        if HAS_NORMS:
-            norm = query_norm if head < HEADS else key_norm
-            wide, wide2 = first.to(tl.float32), second.to(tl.float32)
-            scale = tl.rsqrt((tl.sum(wide * wide, 0) + tl.sum(wide2 * wide2, 0)) / (2 * HALF) + eps)
-            w1 = tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
-            w2 = tl.load(norm + HALF + d, mask=is_number, other=0.0).to(tl.float32)
-            first = (w1 * (wide * scale).to(number).to(tl.float32)).to(number)
-            second = (w2 * (wide2 * scale).to(number).to(tl.float32)).to(number)
-        angle = row * (2 * HALF) + d
-        cos1 = tl.load(cosines + angle, mask=is_number, other=0.0).to(tl.float32)
-        cos2 = tl.load(cosines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
-        sin1 = tl.load(sines + angle, mask=is_number, other=0.0).to(tl.float32)
-        sin2 = tl.load(sines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
-        wide, wide2 = first.to(tl.float32), second.to(tl.float32)
-        first = ((wide * cos1).to(number).to(tl.float32) - (wide2 * sin1).to(number).to(tl.float32)).to(number)
-        second = ((wide2 * cos2).to(number).to(tl.float32) + (wide * sin2).to(number).to(tl.float32)).to(number)
-    if head < HEADS:
-        target = place
-    else:
-        slot = tl.load(slots + row)
-        block = slot // BLOCK_SIZE
-        offset = slot % BLOCK_SIZE
-        is_key = head < HEADS + KV_HEADS
-        own = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
-        entry = (own * BLOCK_SIZE + offset) * (2 * HALF)
-        if is_key:
-            target = k_cache + block * k_block_stride + entry + d
-        else:
-            target = v_cache + block * v_block_stride + entry + d
-    tl.store(target, first, mask=is_number)
-    tl.store(target + HALF, second, mask=is_number)
 
 
 @triton.jit

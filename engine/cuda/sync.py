@@ -34,7 +34,11 @@ _INDEXING: Final = frozenset(
 )
 
 
-class HostWaits(RuntimeError):
+class NotCapturable(RuntimeError):
+    """A function runs, but not while it is captured as a graph."""
+
+
+class HostWaits(NotCapturable):
     """An operation would wait for the device."""
 
 
@@ -45,9 +49,13 @@ class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
     leaves other threads alone, and it works without a GPU. It sees operations, not what kernels do inside.
     """
 
-    def __init__(self, device_type: str = "cuda") -> None:
+    def __init__(self, device_type: str = "cuda", *, captures: bool = False) -> None:
+        """``captures``: for what is to be captured. Then any copy between host and device raises
+        :class:`NotCapturable`: a replay would read the host's memory as it is by then.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
+        self._captures = captures
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,6 +101,8 @@ class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> str | None:
         if target is None or self._is_there(source) == (target.type == self._device_type):
             return None
+        if self._captures and source.device.type != target.type:
+            raise NotCapturable(f"it copies from {source.device} to {target}, which a replay would repeat")
         if not non_blocking:
             return f"it copies from {source.device} to {target}"
         # A copy to the host that is made again lies in pinned memory.

@@ -8,6 +8,7 @@ and fed again with the next one (transformers' ``MTPCandidateGenerator`` does th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from engine.chains import draw_chains
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.transfer import send
 
+#: A pass of some segments through the layer of a number: features [T, H] to outputs [T, H] and logits [N, V].
+Run: TypeAlias = Callable[[Sequence[Segment], Tensor, int], tuple[Tensor, Tensor]]
 
-def draft_layered_chains(  # noqa: PLR0917
-    run: Callable[[Sequence[Segment], Tensor, int], Tensor],
-    logits_of: Callable[[Tensor], Tensor],
+
+def draft_layered_chains(
+    run: Run,
     num_layers: int,
     jobs: Sequence[ChainJob],
     features: Sequence[Tensor],
@@ -29,15 +32,16 @@ def draft_layered_chains(  # noqa: PLR0917
 ) -> list[DraftedChain]:
     """Ingest what the jobs feed and draft a chain of ``num_layers`` tokens at most; in inference mode.
 
-    ``run`` feeds segments to a layer: with features [T, H] to outputs [T, H]. ``logits_of``: outputs to logits [N, V].
-    ``features`` [rows, H] of every job, on the device. Sequences grow by the rows whose entries are complete.
+    ``run`` feeds segments to a layer: with features [T, H] to outputs [T, H], which last until the layer is run again,
+    and logits [N, V]. ``features`` [rows, H] of every job, on the device. Sequences grow by the rows whose entries are
+    complete.
     """
     rows = LayeredRows(run, jobs, features, num_layers)
     drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
 
     def step(continuing: Sequence[int], token_ids: Tensor | None = None) -> Tensor:
-        last = rows.feed(continuing, token_ids)
-        return logits_of(torch.stack(last)) if last else features[0].new_zeros(0)
+        logits = rows.feed(continuing, token_ids)
+        return features[0].new_zeros(0) if logits is None else logits
 
     chains = draw_chains(step(drafting), jobs, step, stop)
     while rows.layer < num_layers:
@@ -51,7 +55,7 @@ class LayeredRows:
 
     def __init__(
         self,
-        run: Callable[[Sequence[Segment], Tensor, int], Tensor],
+        run: Run,
         jobs: Sequence[ChainJob],
         features: Sequence[Tensor],
         num_layers: int,
@@ -63,33 +67,40 @@ class LayeredRows:
         self._sequences = [job.sequence for job in jobs]
         self._lengths = [job.sequence.length for job in jobs]
         self._num_complete = [sum(p + num_layers < len(job.state) for p in job.positions) for job in jobs]
-        device = features[0].device
-        #: The tokens after the first row's position, and the place of each row's one there.
-        self._texts = [send(list(job.state.token_ids[job.positions[0] + 1 :]), device) for job in jobs]
-        self._places = [send([p - job.positions[0] for p in job.positions], device) for job in jobs]
+        texts = [job.state.token_ids[job.positions[0] + 1 :] for job in jobs]
+        width = max(map(len, texts)) + num_layers
+        #: Of each job the tokens after the first row's position, then room for those drawn; one after another.
+        self._texts = send([[*ids, *[0] * (width - len(ids))] for ids in texts], features[0].device).flatten()
+        #: Where its drawn tokens come, and the place of each row's token.
+        self._ends = [i * width + len(ids) for i, ids in enumerate(texts)]
+        self._places = [[i * width + p - job.positions[0] for p in job.positions] for i, job in enumerate(jobs)]
         self._outputs = list(features)
 
-    def feed(self, drafting: Collection[int], drawn: Tensor | None = None) -> list[Tensor]:
+    def feed(self, drafting: Collection[int], drawn: Tensor | None = None) -> Tensor | None:
         """Feed the next layer: all rows of the jobs of these numbers, whose newest tokens are ``drawn``; of the others
-        the rows whose entries will be complete. Returns the last outputs [H] of the former.
+        the rows whose entries will be complete. Returns the logits [n, V] after the former; None: nothing was fed.
         """
-        for at, i in enumerate(drafting if drawn is not None else ()):
-            assert drawn is not None
-            self._texts[i] = torch.cat((self._texts[i], drawn[at : at + 1]))
-        segments, fed = [], []
+        logits = None
+        device = self._texts.device
+        if drawn is not None:
+            self._texts.index_copy_(0, send([self._ends[i] + self.layer - 1 for i in drafting], device), drawn)
+        fed = []
         for i, sequence in enumerate(self._sequences):
             sequence.length = self._lengths[i]
             if count := len(self._places[i]) if i in drafting else self._num_complete[i]:
-                ids = self._texts[i].index_select(0, self._places[i][:count] + self.layer)
-                segments.append(Segment(sequence, ids, 0))
                 fed.append((i, count))
         if fed:
+            places = [place + self.layer for i, count in fed for place in self._places[i][:count]]
+            ids = torch.split(self._texts.index_select(0, send(places, device)), [count for _, count in fed])
+            segments = [
+                Segment(self._sequences[i], own, int(i in drafting)) for (i, _), own in zip(fed, ids, strict=True)
+            ]
             features = torch.cat([self._outputs[i][:count] for i, count in fed])
-            out = torch.split(self._run(segments, features, self.layer), [count for _, count in fed])
-            for (i, _), rows in zip(fed, out, strict=True):
+            out, logits = self._run(segments, features, self.layer)
+            for (i, _), rows in zip(fed, torch.split(out, [count for _, count in fed]), strict=True):
                 self._outputs[i] = rows
         self.layer += 1
-        return [self._outputs[i][-1] for i in drafting]
+        return logits
 
     def end(self) -> None:
         """Keep the complete entries."""

@@ -19,6 +19,7 @@ from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.cuda.graphs import USUAL_ROWS, Capture, CudaCapture, GraphRunner, reserved_bytes
+from engine.cuda.sync import NotCapturable
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head_cache import HeadCache, shapes_of
@@ -52,7 +53,8 @@ class PagedHead(HeadCache):
             ModelNotSupported: a prediction layer attends in a way that cannot be paged.
         """
         device = next(head.parameters()).device
-        graph_bytes = reserved_bytes(head.config.vocab_size, device) if device.type == "cuda" else 0
+        has_graphs = device.type == "cuda" and not settings.enforce_eager
+        graph_bytes = reserved_bytes(head.config.vocab_size, device) if has_graphs else 0
         shapes = _shapes_of(head)
         super().__init__(shapes, head, settings, max_model_len, activation_bytes=graph_bytes)
         self.head: EagleHead | Eagle3Head | MtpHead = head
@@ -69,7 +71,7 @@ class PagedHead(HeadCache):
         self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
-        elif self._kernels is not None and device.type == "cuda" and not self._has_several_layers:
+        elif self._kernels is not None and device.type == "cuda":
             self.use_graphs(CudaCapture(device))
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
@@ -90,8 +92,8 @@ class PagedHead(HeadCache):
         return native_head
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay passes of up to 512 rows from now on; the usual ones are captured here. A prediction layer that
-        cannot be captured, as experts may not, is run as it is.
+        """Replay passes of up to 512 rows from now on; the usual ones are captured here. A head that cannot be
+        captured, as experts may not, runs as it is, which the log says.
         """
         head = self.head
         size = head.config.hidden_size if isinstance(head, MtpHead) else head.config.layer.hidden_size
@@ -106,19 +108,20 @@ class PagedHead(HeadCache):
             forward_with_states=self._run,
             hidden_size=size,
             states_dtype=self.head.dtype,
+            max_state_choices=self._num_layers,
         )
         try:
             with torch.inference_mode():
-                self._graphs.warm_up(_OUTPUT)
-        except RuntimeError as error:  # it waits for the device, or does what cannot be captured
-            if not isinstance(head, MtpHead):
-                raise
-            logger.warning("the prediction layer runs without CUDA graphs: %s", error)
+                for layer in range(self._num_layers):
+                    self._graphs.warm_up((layer,))
+        except NotCapturable as error:
+            logger.warning("%s runs without CUDA graphs: %s", type(head).__name__, error)
             self._graphs = None
 
     @property
-    def _has_several_layers(self) -> bool:
-        return isinstance(self.head, MtpHead) and len(self.head.layers) > 1
+    def _num_layers(self) -> int:
+        """Layers that are passes of their own."""
+        return len(self.head.layers) if isinstance(self.head, MtpHead) else 1
 
     @property
     def path(self) -> str:
@@ -135,30 +138,37 @@ class PagedHead(HeadCache):
             InvalidRequest: a token id is outside the vocabulary.
             ValueError: a segment is empty or does not fit its sequence.
         """
+        x, logits, is_replayed = self._pass(segments, features, _OUTPUT)
+        return x[: len(logits)].clone() if is_replayed else x, logits
+
+    def _pass(
+        self, segments: Sequence[Segment], features: Tensor, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Outputs and logits as :meth:`_run` gives them, and whether the former last until the next replay only."""
         batch = self._batch(segments)
         replayed = None
         if self._graphs is not None and len(features) <= len(self._features):
             self._features[: len(features)].copy_(features)
-            replayed = self._graphs.run_with_states(batch, _OUTPUT)
-        logits, x = replayed or self._run(batch.to(self.device), _OUTPUT, features)
+            replayed = self._graphs.run_with_states(batch, layers)
+        logits, x = replayed or self._run(batch.to(self.device), layers, features)
         _grow(segments, batch)
-        return x[: len(logits), 0].clone() if replayed else x[:, 0], logits
+        return x[:, 0], logits, replayed is not None
 
-    def _run(self, batch: Batch, _: tuple[int, ...] = (), features: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [N, V] and outputs [N, 1, H] of a batch on the device; features None: those that lie ready."""
+    def _run(self, batch: Batch, layers: tuple[int, ...], features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and outputs [N, 1, H] of a batch on the device, by one layer; where there are several, outputs
+        of all rows, [T, 1, H]. Features None: those that lie ready.
+        """
         features = self._features[: batch.plan.num_rows] if features is None else features
-        x = self._outputs(batch, features).index_select(0, batch.logit_rows)
-        return self._logits(x), x[:, None]
+        x = self._outputs(batch, features, *layers)
+        wanted = x.index_select(0, batch.logit_rows)
+        logits = self.head.to_target_logits(self.head.logits(wanted).float())
+        return logits, (x if self._num_layers > 1 else wanted)[:, None]
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.head.to_target_logits(self.head.logits(x).float())
-
-    def _feed_layer(self, segments: Sequence[Segment], features: Tensor, layer: int) -> Tensor:
-        """Feed rows [T, H] to one prediction layer; outputs [T, H]. Sequences grow by what they were fed."""
-        batch = self._batch(segments)
-        x = self._outputs(batch.to(self.device), features, layer)
-        _grow(segments, batch)
-        return x
+    def _feed_layer(self, segments: Sequence[Segment], features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Feed rows [T, H] to one prediction layer: outputs [T, H], and logits of the wanted rows. Sequences grow by
+        what they were fed.
+        """
+        return self._pass(segments, features, (layer,))[:2]
 
     def _outputs(self, batch: Batch, features: Tensor, layer: int = 0) -> Tensor:
         """Outputs [T, H] of a batch on the device."""
@@ -209,9 +219,9 @@ class PagedHead(HeadCache):
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
-            if isinstance(self.head, MtpHead) and (num_layers := len(self.head.layers)) > 1:
+            if self._num_layers > 1:
                 features = [self.fused(job.features) for job in jobs if job.features is not None]
-                return draft_layered_chains(self._feed_layer, self._logits, num_layers, jobs, features, stop)
+                return draft_layered_chains(self._feed_layer, self._num_layers, jobs, features, stop)
             x, logits = self._ingest(jobs)
             drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
             if not drafting:

@@ -109,11 +109,11 @@ def runners(
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and engine.pool.states is None and engine.added is None:
-            if (fused := _of_all(ranks, fused_decoder(engine, model, shapes, autotune))) is not None:
+            fused = fused_decoder(engine, model, shapes, autotune)
+            if (fused := _of_all(ranks, fused and with_checked_attention(fused, shapes, *caches))) is not None:
                 yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
-                if fused.few_rows.max_rows:  # that runner was wrong
-                    fused.forget_few_rows()
-                    yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
+                fused.simplify()  # that runner was wrong
+                yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
             yield graphed(engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
@@ -195,8 +195,24 @@ def fused_decoder(
             fused.choose_few_rows(few_rows.cuda_timer, autotune)
     except Exception as error:  # as above
         logger.warning("linear layers of few rows are left to torch: %s: %s", type(error).__name__, error)
-        fused.forget_few_rows()
+        fused.few_rows = few_rows.FewRows({})
     return fused
+
+
+def with_checked_attention(
+    fused: FusedDecoder, shapes: Sequence[LayerShape], block_size: int, device: torch.device
+) -> FusedDecoder | None:
+    """The decoder where its attention is right, which joins parts by itself where that is, too. All its variants are
+    compiled here.
+    """
+    from engine.cuda.rotary_attention import RotaryKernels  # noqa: PLC0415
+
+    for joins in (True, False):
+        name, kernels = "rotary attention" + " in one launch" * joins, RotaryKernels(joins=joins)
+        if checked(name, kernels, shapes, block_size, device) is not None:  # type: ignore[arg-type]
+            fused.joins = joins
+            return fused
+    return None
 
 
 def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:

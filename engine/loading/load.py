@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 import specdec
 from engine.adapters import adopt
 from engine.added_embeddings import AddedEmbeddings
-from engine.cuda.graphs import largest_rows, reserved_bytes
+from engine.cuda.graphs import largest_rows, reserved_bytes, set_eager
 from engine.device import resolve_device
 from engine.engine import Engine
 from engine.freed_memory import freed_at_once
@@ -114,6 +114,7 @@ def _load(
         torch.set_num_threads(num_threads)
     else:
         torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
+    set_eager(settings.enforce_eager)
     max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
     bits = refusals.check_quantization(settings, config, device)
     model = _read_model(settings, config, device, split, bits, drafted)

@@ -48,7 +48,7 @@ class ModelSettings:
     tensor_parallel_size: int = option(1, "processes (ranks) that share the weights of the target", ge=1, le=64)
     tensor_parallel_timeout_s: float = option(60.0, "seconds a rank waits for another before all end", gt=0)
     trust_remote_code: bool = option(False, "run model code that comes with the checkpoint")
-    enforce_eager: bool = option(False, "run the model's own modules even where a faster path exists")
+    enforce_eager: bool = option(False, "run the model's own modules and capture no CUDA graphs, though slower")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -237,8 +237,9 @@ class GpuVerdicts:
                     parts.temperature.fill_(1.0)
                     out = torch.zeros(3, shape.num_rounds, dtype=torch.float64, device=self._device)
                     replay = self._capture(lambda: _compute(logits, parts, shape, out, self._choices))
-            except RuntimeError as error:  # there is no memory, or something in it cannot be captured
-                logger.warning("verdicts on %d rows run without a CUDA graph: %s", shape.num_rows, error)
+            except Exception as error:  # no memory, what cannot be captured, or Triton's own errors
+                why = type(error).__name__, error
+                logger.warning("verdicts on %d rows run without a CUDA graph: %s: %s", shape.num_rows, *why)
                 return None
             self._captured[shape] = None if replay is None else (buffer, replay, out)
         return self._captured[shape]

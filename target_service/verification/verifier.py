@@ -56,9 +56,9 @@ class Verifier:
         #: What decides on a GPU in place of tensors where it knows how.
         self.on_gpu: GpuVerdicts | None = None
 
-    def warm_up(self, device: torch.device, vocab_size: int, num_tokens: int) -> None:
-        """Compile the kernels of a GPU and capture common verdicts, which are used from now on if they decide as
-        tensors do.
+    def warm_up(self, device: torch.device, vocab_size: int, num_tokens: int, *, captures: bool = True) -> None:
+        """Compile the kernels of a GPU and capture common verdicts (unless it ``captures`` none), which are used from
+        now on if they decide as tensors do.
         """
         if device.type != "cuda":
             return
@@ -68,8 +68,10 @@ class Verifier:
         size = vocab_size, min(num_tokens or vocab_size, vocab_size)
         kernels = checked(GpuVerdicts(choices, None, device), device, *size)
         choices = None if kernels is None else choices
-        graphs = GpuVerdicts(choices, CudaCapture(device, of_verdicts=True), device)
-        self.on_gpu = checked(graphs, device, *size) or kernels
+        self.on_gpu = kernels
+        if captures:
+            graphs = GpuVerdicts(choices, CudaCapture(device, of_verdicts=True), device)
+            self.on_gpu = checked(graphs, device, *size) or kernels
 
     def begin_masks(self, rounds: Sequence[Round]) -> Future[StepMasks] | None:
         """Start to fill the masks of the rounds with a grammar, before their forward pass; None where there is none."""

@@ -18,6 +18,7 @@ from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, nu
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from engine.chains import StopFlags
+from engine.cuda.graphs import set_eager
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
 from engine.freed_memory import freed_at_once
@@ -101,6 +102,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         torch.set_num_threads(model.num_threads or usable_cores())
     else:
         torch.cuda.set_device(device)
+    set_eager(model.enforce_eager)
     method = settings.speculative.methods[-1]
     head = _trimmed_head(settings, model, target, device)
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))

@@ -16,10 +16,11 @@ from torch import Tensor, float32
 
 from draft_service.drafters.trees.token_tree import TokenTree
 from engine.batch import Segment
+from engine.device import has_triton
 from engine.kv_sequence import KVSequence
 from engine.native import library
 from engine.native.sampling import knows, likeliest
-from engine.sampling.candidates import candidates
+from engine.sampling.candidates import Find, candidates
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from engine.sampling.transfer import send
@@ -110,9 +111,18 @@ def _candidates(
         kernels = library.load()
         if kernels is not None and all(map(knows, rows.states)):
             return likeliest(kernels, logits, rows, rules, min(count, logits.shape[1]))
-    token_ids, logprobs = candidates(logits, rows, rules, count)
+    token_ids, logprobs = candidates(logits, rows, rules, count, finder(logits.device))
     ids, values = torch.stack([token_ids.double(), logprobs]).tolist()
     return [[int(token_id) for token_id in row] for row in ids], values
+
+
+def finder(device: torch.device) -> Find | None:
+    """What finds candidates on a GPU with kernels; None: torch's operations do."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    from engine.cuda.drawing import find  # noqa: PLC0415 - there is no Triton without a GPU
+
+    return find
 
 
 def _rows_of(

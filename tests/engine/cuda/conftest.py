@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.cuda import graphs
 from engine.loading import kernel_check, self_check
+
+
+@pytest.fixture(autouse=True)
+def captures() -> None:
+    """Whatever model this thread loaded before."""
+    graphs.set_eager(False)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,10 @@ driver.set_active(Driver())
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.batch import Batch
-from engine.cuda import attention, choice_kernels, choices, few_rows, float8, float8_kernels, kernels, linear_kernels
+from engine.cuda import (
+    attention, choice_kernels, choices, few_rows, float8, float8_kernels, kernels, linear_kernels, rotary_attention,
+    rotary_kernels,
+)
 from engine.cuda.decoder import FusedDecoder
 from engine.cuda.row_kernels import norm_rounded
 from engine.plan import BatchPlan
@@ -57,11 +60,13 @@ class Compiled:
         return launch
 
 
-NAMES = ("attend", "join", "write", "move", "add_norm", "angles", "rotate_write", "silu_multiply")
+NAMES = ("attend", "join", "write", "move", "add_norm", "angles", "silu_multiply")
 for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
 for name in ("choose", "walk", "forbid", "weigh"):
     setattr(choice_kernels, name, Compiled(getattr(choice_kernels, name)))
+rotary_kernels.rotate_attend = Compiled(rotary_kernels.rotate_attend)
+rotary_attention.programs_of = lambda device: 528
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
 for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1], {"torch": torch}):
@@ -85,6 +90,12 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             kind = (LlamaForCausalLM, Qwen3ForCausalLM)[is_tree]
             model = kind(config if kind is LlamaForCausalLM else Qwen3Config(**config.to_dict())).to(dtype)
             FusedDecoder(model, [(k_cache, v_cache)], [None]).logits(Batch(plan, rows[None], rows[:1], [], []))
+            norm = query[0, 0] if is_tree else None
+            for group, joins in ((None, False), (heads * dim, True), (128, True)):
+                if group is None or (Driver.capability >= 89 and dtype == torch.bfloat16):
+                    qkv = torch.empty(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
+                    around = rotary_attention.Around(query[:, 0], query[:, 0], norm, norm, 1e-5, group)
+                    rotary_attention.rotary_attention(qkv, k_cache, v_cache, plan, around, 0.1, window, joins=joins)
         attention.move_entries([k_cache, v_cache], [(1, 1, 1, 0)])
     if Driver.capability >= 89 and dtype == torch.bfloat16:
         for num_rows in (1, 3):
@@ -104,6 +115,7 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
         choices.walk(torch.empty(5, 128_256), walks, 128_000 + count)
         logits, rows = torch.empty(4 + count, 128_000 + count), torch.empty(4 + count, 1, dtype=torch.float64)
         choices.weights(logits, rows.float(), rows)
+        choices.weights(logits, rows.float(), rows, rows[:, 0].long())
         for min_p in (None, rows):
             choices.mass(logits, rows.float(), rows, min_p)
         choices.forbid(torch.empty(5, 128_256), range(5), masks[1:], 128_000 + count)
@@ -138,14 +150,14 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     for capability, dtype, name, *_ in lines:
         compiled[capability, dtype].add(name)
     assert all(names >= {"attend", "join", "write", "move"} for names in compiled.values())
-    assert any(names >= {"add_norm", "angles", "rotate_write", "silu_multiply"} for names in compiled.values())
+    assert any(names >= {"add_norm", "angles", "rotate_attend", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
     num_gpus = len({line[0] for line in lines})
     for name, count in (
         ("choose", num_gpus),
         ("walk", num_gpus),
         ("forbid", num_gpus),
-        ("weigh", 3 * num_gpus),
+        ("weigh", 4 * num_gpus),
         ("multiply", (4 + 3) * len(compiled)),
     ):
         variants = {line[-1] for line in lines if line[2] == name}
@@ -155,7 +167,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
     on_hopper = {(line[0], line[2]) for line in lines if line[5] == "True"}
-    assert on_hopper == {("90", "attend"), ("90", "multiply")}, "they use its tensor cores"
+    assert on_hopper == {("90", "attend"), ("90", "rotate_attend"), ("90", "multiply")}, "they use its tensor cores"
     for capability, dtype, name, num_bytes, shared, *_ in lines:
         assert int(num_bytes) > 1000
         # Tiles of products that do not fit a GPU are not chosen there.

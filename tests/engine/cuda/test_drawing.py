@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from engine import chains
-from engine.cuda import choice_kernels, choices, drawing
+from engine.cuda import choice_kernels, choices, drawing, graphs
 from engine.cuda.drawing import CapturedDraws, DrawShape, draw, draws_of
 from engine.cuda.graphs import CudaCapture
 from engine.cuda.sync import NoSync
+from engine.sampling.candidates import candidates
 from engine.sampling.drafting import collect, draft, draft_alike
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
@@ -78,6 +79,24 @@ def test_replayed_draws_are_torchs(rule: Rule, params: Sequence[dict[str, Any]])
     assert {shape.num_rows for shape in draws.shapes} == {1, 2, 4, 8, 16}, "captured at the first draw"
 
 
+@pytest.mark.parametrize(("rule", "params"), [*KINDS, (Rule.COUPLED, ({}, {"temperature": 0.4}, {}))])
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_candidates_of_trees_are_torchs(rule: Rule, params: Sequence[dict[str, Any]], is_greedy: bool) -> None:
+    """Batch after batch on the same memory, padded; a row of few tokens, and on the second call what was checked."""
+    draws = replaying()
+    for step, count in enumerate((len(params), 1, len(params))):
+        rows = rows_of(DEVICE, *({"temperature": 0.0} if is_greedy else own for own in params[:count]))
+        logits = 3 * torch.randn(count, V, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        logits[-1, 2:] = -torch.inf
+        draws._logits.fill_((0.0, torch.nan, -torch.inf)[step])  # noqa: SLF001 - what others have left
+        found, wanted = (candidates(logits, rows, [rule] * count, 5, way) for way in (draws.find, None))
+        real = wanted[1] > -torch.inf
+        assert torch.equal(found[0][real], wanted[0][real])
+        torch.testing.assert_close(found[1], wanted[1])
+    assert draws.shapes
+    assert set(draws._checked) <= set(draws.shapes), "they are alike"  # noqa: SLF001
+
+
 @pytest.mark.parametrize("params", [{"top_k": 400}, {"temperature": 0.5}])
 def test_what_no_shape_holds_is_left_to_torch(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a row of q names, more logits than are drawn from together."""
@@ -128,6 +147,30 @@ def test_each_thread_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     thread.start()
     thread.join()
     assert found[0] is found[1] is not found[2]
+
+
+def test_eager_threads_draw_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``--enforce-eager`` wants; other threads go on."""
+    monkeypatch.setattr(drawing, "CudaCapture", lambda *_, **__: rerun)
+    rows, rules, logits = rows_of(DEVICE, {"top_p": 0.8}), [Rule.BLOCK], torch.randn(1, V).to(DEVICE)
+    found, shapes = [], []
+
+    def work(is_eager: bool) -> None:
+        graphs.set_eager(is_eager)
+        found.append(collect([draw(logits, rows, rules)]))
+        shapes.append(len(draws_of(DEVICE).shapes))
+
+    for is_eager in (True, False):
+        thread = threading.Thread(target=work, args=(is_eager,))
+        thread.start()
+        thread.join()
+    assert (found[0], shapes[0] == 0, shapes[1] > 0) == (found[1], True, True)
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_a_thread_is_as_its_model_was_loaded(is_eager: bool, load_engine: Callable[..., Any]) -> None:
+    load_engine("llama", enforce_eager=is_eager)
+    assert graphs.is_eager() is is_eager
 
 
 def test_greedy_drafts_are_one_launch_of_torch() -> None:
@@ -198,6 +241,36 @@ def test_launches_of_a_drafted_token(
         with Watch() as watch, launches:
             launches.counts.clear()
             way(logits, rows, [rule])
+        assert watch.num_fetched == 0
+        counts.append(launches.counts.total())
+    assert [counts[0], counts[2]] == [before, after]
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "before", "after"),
+    [(Rule.BLOCK, {"temperature": 0.0}, 4, 4), (Rule.COUPLED, {}, 43, 4), (Rule.BLOCK, {"top_p": 0.9}, 55, 4)],
+)
+def test_launches_of_a_trees_level(
+    rule: Rule, params: dict[str, Any], before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its candidates: on 8 rows at 128,256 tokens, before their copy to the host."""
+    meta, launches = torch.device("meta"), Launches("meta")
+    logits, counts = torch.empty(8, 128_256, device=meta), []
+    with Watch():
+        rows = Rows.after([SamplingState(SamplingParams(seed=0, **params), [1], 1, 128_256, device=meta)] * 8)
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        with NoSync("meta", captures=True):
+            run()
+        return lambda: launches.counts.update(["replay"])
+
+    draws = CapturedDraws(capture, meta)
+    monkeypatch.setattr(drawing, "_are_alike", lambda *_: True)
+    monkeypatch.setattr(choice_kernels, "weigh", Counted("weigh", launches))
+    for way in (None, draws.find, draws.find):  # the second captures
+        with Watch() as watch, launches:
+            launches.counts.clear()
+            candidates(logits, rows, [rule] * 8, 4, way)
         assert watch.num_fetched == 0
         counts.append(launches.counts.total())
     assert [counts[0], counts[2]] == [before, after]

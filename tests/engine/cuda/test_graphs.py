@@ -21,6 +21,7 @@ from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
 from engine.cuda.graphs import (
     ROW_SIZES,
+    USUAL_ROWS,
     AgreedCapture,
     Bucket,
     CudaCapture,
@@ -29,7 +30,7 @@ from engine.cuda.graphs import (
     largest_rows,
     reserved_bytes,
 )
-from engine.cuda.sync import HostWaits
+from engine.cuda.sync import HostWaits, NotCapturable
 from engine.engine import Engine, Segment
 from engine.heads.files.checkpoint import read_head
 from engine.heads.paged import PagedHead
@@ -40,7 +41,7 @@ from engine.plan import BatchPlan
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from specdec.settings import ModelSettings
+from specdec.settings import ModelSettings, SchedulerSettings
 from tests.engine.cuda.launches import rerun
 from tests.engine.heads.mtp_targets import write_mtp_target
 from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
@@ -114,6 +115,11 @@ def test_a_bucket_is_the_smallest_that_holds_the_batch(
     assert num_sequences <= bucket.num_sequences < 2 * num_sequences
     assert num_logits <= bucket.num_logits <= max(64, bucket.num_rows)
     assert bucket.has_trees is is_tree
+
+
+def test_the_largest_step_of_a_service_is_in_a_graph() -> None:
+    """By default, on any device."""
+    assert SchedulerSettings().max_num_batched_tokens <= USUAL_ROWS
 
 
 def test_logits_of_larger_passes_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,15 +491,43 @@ def test_draft_heads_are_replayed(
     assert [len(chain.token_ids) for chain in drafted[0]] == [0, 3, 1, 4] * 2
 
 
-def test_a_prediction_layer_that_cannot_be_captured_runs_as_it_is(tmp_path: Path) -> None:
-    """What else cannot be captured is a fault."""
+@pytest.mark.parametrize(
+    ("error", "is_used"),
+    [(NotCapturable("a stream is capturing"), False), (torch.OutOfMemoryError("all of it"), True), (KeyError(1), None)],
+)
+def test_a_head_that_cannot_be_captured_runs_as_it_is(
+    error: Exception, is_used: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says once why. What runs out of memory costs its graph alone, and any other error is a fault."""
 
     def capture(run: Callable[[], object]) -> Callable[[], object]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
     settings = ModelSettings(model="head", enforce_eager=True, kv_cache_memory_bytes=1 << 20)
-    paged = PagedHead(mtp(tmp_path).to(DEVICE), settings, 200)
-    paged.use_graphs(capture)
-    assert paged._graphs is None  # noqa: SLF001
-    with pytest.raises(RuntimeError, match="when stream is capturing"):
-        PagedHead(eagle().to(DEVICE), settings, 200).use_graphs(capture)
+    for head in (mtp(tmp_path), eagle()):
+        paged = PagedHead(head.to(DEVICE), settings, 200)
+        caplog.clear()
+        if is_used is None:
+            with pytest.raises(KeyError):
+                paged.use_graphs(capture)
+            continue
+        paged.use_graphs(capture)
+        assert (paged._graphs is not None) is is_used  # noqa: SLF001
+        assert caplog.text.count(f"{type(head).__name__} runs without CUDA graphs: a stream is") == (not is_used)
+
+
+def test_a_pass_that_cannot_be_captured_later_costs_its_graph_alone() -> None:
+    """The first one is a fault of the model."""
+    failures = [False, True]
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        if failures.pop(0):
+            raise NotCapturable
+        return rerun(run)
+
+    sizes = {"vocab_size": 9, "max_model_len": 16, "block_size": 4}
+    runner = GraphRunner(lambda batch: torch.zeros(1, 9), capture, **sizes, device=torch.device("cpu"))
+    passes = [build_batch([Segment(KVPool(4, 4).open(8), [1] * n, 1)], **sizes) for n in (1, 3)]
+    with torch.inference_mode():
+        assert [runner.run(each) is None for each in passes] == [False, True]
+        assert runner.run(passes[1]) is None

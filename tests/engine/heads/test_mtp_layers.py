@@ -19,6 +19,7 @@ from engine.sampling.state import SamplingState
 from specdec.errors import ModelNotSupported
 from specdec.params import SamplingParams
 from specdec.rules import Rule
+from tests.engine.cuda.launches import rerun
 from tests.engine.heads.mtp_targets import CONFIGS, VOCAB, write_mtp_layers
 from tests.engine.heads.test_mtp import MtpReference, settings_of, text_and_states
 
@@ -55,16 +56,20 @@ def job_of(  # noqa: PLR0917
 FAMILIES = [family for family in CONFIGS if family != "nemotron_h"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chains_over_rounds_are_those_of_the_formulas(tmp_path, family) -> None:
+@pytest.mark.parametrize(("family", "is_captured"), [*((family, False) for family in FAMILIES), ("mimo", True)])
+def test_chains_over_rounds_are_those_of_the_formulas(tmp_path, family, is_captured) -> None:
     """Two sequences in a batch, in chunks, with chains of every length and rounds that draft nothing: entries that
-    depend on drafted tokens never stay.
+    depend on drafted tokens never stay. On a GPU graphs are replayed; here "graphs" run again.
     """
     target, layers = write_mtp_layers(tmp_path, family, NUM_LAYERS)
     reference = [MtpReference(family, *layer) for layer in layers]
     head = read_head(tmp_path, tmp_path, method="mtp")
     assert isinstance(head, MtpHead)
     paged = PagedHead(head, settings_of(tmp_path), 256)
+    if is_captured:
+        paged.use_graphs(rerun)
+        captured = paged._graphs._captured  # type: ignore[union-attr]  # noqa: SLF001
+        assert {layers for _, layers in captured} == {(0,), (1,), (2,)}, "each layer has graphs of its own"
     texts = [text_and_states(target, 30, seed) for seed in (1, 2)]
     sequences = [paged.pool.open(60) for _ in texts]
     for end, lengths in ((1, (3, 2)), (2, (3, 3)), (9, (0, 1)), (11, (1, 3)), (12, (2, 0)), (20, (3, 3)), (29, (3, 1))):

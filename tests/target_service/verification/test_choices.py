@@ -206,6 +206,15 @@ def test_a_verifier_uses_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == ["kernels"]
 
 
+def test_a_verifier_need_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--enforce-eager`` no graph is made."""
+    monkeypatch.setattr(verifier, "CudaCapture", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(verifier, "checked", lambda on_gpu, *_: on_gpu)
+    own = Verifier()
+    own.warm_up(torch.device("cuda"), V, 0, captures=False)
+    assert str(own.on_gpu) == "kernels"
+
+
 @pytest.mark.parametrize("min_p", [None, 0.3])
 def test_tokens_weigh_what_torch_says(min_p: float | None) -> None:
     """A part of the columns of more rows; some without a token, some that are no numbers."""
