@@ -251,8 +251,8 @@ async def test_a_stream_of_a_draft_that_the_opening_names(  # noqa: PLR0917 (fix
     draft = StreamingDraft(prompt, text, wrong=(40, 60))
     if comes == "late":
         draft.may_open.clear()
-    async with start_core() as core, serving_draft(draft, tmp_path) as address:
-        address += "/nobody" if comes == "never" else ""
+    async with start_core() as core, serving_draft(draft, tmp_path) as listening:
+        address = listening + "/nobody" * (comes == "never")
         asked = opening_of(make_spec(prompt), address, num_draft_tokens=K)
         async with session(serve, core, tmp_path, prompt, draft=asked, max_tokens=NUM_TOKENS) as client:
             verdicts = await client.rest(lambda _: draft.may_open.set())
