@@ -41,11 +41,14 @@ class AdmittingTarget(FakeTarget):
             describe=lambda: f"the target is full: {self.admission.num_open} of {max_open} sessions open",
         )
 
-    async def open(self, spec, on_states=None):
+    async def open(self, spec, on_states=None, on_admitted=None):
         if self.is_draining:
             raise Unavailable("the target is shutting down")
         await self.admission.admit(lambda: True, client=spec.client)
-        return AdmittedSession(self, spec)
+        session = AdmittedSession(self, spec)
+        if on_admitted is not None:
+            on_admitted(session)
+        return session
 
     async def load(self):
         return ServerLoad(open_sessions=len(self.open_sessions), waiting_sessions=self.admission.num_waiting)

@@ -146,7 +146,7 @@ class FicklePace(FixedPace):
             self.k *= self.num_asked % (self.num_rounds + 1) > 0
         return self.k
 
-    def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+    def record(self, verdict, num_asked, now_ns, **_):
         self.num_plain += not num_asked
 
 
