@@ -117,7 +117,7 @@ async def _start_embedded(deployments: Mapping[str, Deployment], stack: AsyncExi
             if deployment.draft is not None:
                 draft = await DraftCore.start(deployment.draft)
                 stack.push_async_callback(draft.close)
-            router = await Router.local(first.cores.target, draft)
+            router = await Router.local(first.cores.target, draft, state_width=first.cores.target.engine.hidden_size)
             generation = Generation(router, deployment.gateway, first.generation.tokenizer)
         systems[name] = EmbeddedSystem(generation)
     return systems

@@ -40,7 +40,8 @@ class LocalCores:
         try:
             if deployment.draft is not None:
                 draft = await DraftCore.start(deployment.draft)
-            return cls(await Router.local(target, draft), target, draft)
+            router = await Router.local(target, draft, state_width=target.engine.hidden_size)
+            return cls(router, target, draft)
         except BaseException:
             if draft is not None:
                 await draft.close()

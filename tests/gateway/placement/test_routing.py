@@ -94,6 +94,23 @@ async def test_local_backends():
         await Router.local(FakeTarget(), FakeDraft(info=draft_info(tokenizer_fingerprint="other")))
 
 
+@pytest.mark.parametrize(
+    ("device", "width", "expected"),
+    [
+        ("cpu", 384, ("bfloat16", "")),
+        ("cpu", 16384, ("int8", "map")),  # 2 x 16384 x 2 bytes x 2048 tokens are more than is kept of a session
+        ("cpu", 0, ("int8", "map")),
+        ("cuda", 384, ("int8", "map")),
+    ],
+)
+async def test_states_stay_as_they_are_in_one_process_where_a_whole_context_of_them_is_kept(device, width, expected):
+    head = draft_info(hidden_state_layers=(1, 3), hidden_state_dtype="int8", hidden_state_map="map")
+    target = FakeTarget(info=target_info(device=device, max_model_len=2048))
+    router = await Router.local(target, FakeDraft(info=head), state_width=width)
+    spec = router.hidden_states_spec("s")
+    assert (spec.layers, spec.dtype, spec.through) == ((1, 3), *expected)
+
+
 def test_the_metric_of_kv_use_is_a_share_before_a_target_has_told_its_size():
     target = Replica("target", FakeTarget(), healthy=True)
     router = Router([target], [])
