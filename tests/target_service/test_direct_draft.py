@@ -187,7 +187,8 @@ async def test_rounds_without_messages_of_the_gateway(start_core, serve, plain, 
 
 async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monkeypatch):
     """Nobody waits for them: the gateway chose their lengths before."""
-    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 20.0)  # the end of the text does not wait
+    for name in ("MIN_GATHER_S", "MAX_GATHER_S"):
+        monkeypatch.setattr(servicer_module, name, 20.0)  # the end of the text does not wait
     prompt = make_prompt(1)
     text = plain(prompt, NUM_TOKENS)
     draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))
