@@ -83,8 +83,8 @@ class GrpcTargetSession:
     async def start(self, spec: SessionSpec) -> None:
         """Open it, up to the first token."""
         answer = await self._stream.exchange(codec.encode_open_target(spec))
-        while (kind := answer.WhichOneof("kind")) != "opened":
-            if kind == "verdict" or not self._take(answer):
+        while not answer.HasField("opened"):
+            if not self._take(answer):
                 raise Unavailable("the target answered an opening with something else")
             answer = await self._stream.receive()
         self.opened = codec.decode_target_opened(answer.opened)
@@ -137,7 +137,10 @@ class GrpcTargetSession:
         """The next verdict; those of another epoch are stale and dropped."""
         while True:
             answer = await self._stream.receive()
-            if self._take(answer) or not answer.HasField("verdict") or answer.verdict.epoch != self._epoch:
+            if not answer.HasField("verdict"):
+                self._take(answer)
+                continue
+            if answer.verdict.epoch != self._epoch:
                 continue
             verdict = codec.decode_verdict(answer.verdict)
             for relayed in self._relayed.values():
