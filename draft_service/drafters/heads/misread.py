@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Final
@@ -27,6 +28,7 @@ from engine.heads.head import DraftHead
 from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.sampling.state import SamplingState
+from specdec.errors import Unavailable
 from specdec.methods import BETTER, GOOD_SHARE, METHODS
 from specdec.params import SamplingParams
 from specdec.rules import one_rule_per_sampling
@@ -100,8 +102,12 @@ class FirstText:
 
     async def explain(self, thread: DeviceThread) -> None:
         """Read the head again, try other settings, and log the best one if it is better. Between two settings the
-        device thread drafts for sessions.
+        device thread drafts for sessions. A service that closes meanwhile ends the trials without a word.
         """
+        with suppress(Unavailable):
+            await self._try_settings(thread)
+
+    async def _try_settings(self, thread: DeviceThread) -> None:
         info = self.loaded.info
         ends = [each.end for each in self.states]
         if not ends or any(each.start != end for each, end in zip(self.states, (0, *ends), strict=False)):

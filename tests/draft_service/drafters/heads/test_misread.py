@@ -104,6 +104,14 @@ async def test_a_setting_that_is_wrong_is_named(case: str, tmp_path: Path, caplo
     assert all(getattr(head.config, name) == value for name, value in wrong.items()), "what was tried is undone"
 
 
+async def test_a_service_that_closes_ends_the_trials(caplog: pytest.LogCaptureFixture) -> None:
+    head = eagle3()
+    text, thread = foreseen_text(head), DeviceThread()
+    thread.close()
+    await text.explain(thread)
+    assert not caplog.text
+
+
 def test_the_first_greedy_text_with_few_accepted_tokens_is_looked_into() -> None:
     text, (one, other) = foreseen_text(dflash()), (object(), object())
     spec = SessionSpec(session_id="s", token_ids=(1, 2), prompt_len=2, params=SamplingParams(temperature=0.0))
