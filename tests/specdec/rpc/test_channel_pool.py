@@ -42,7 +42,8 @@ async def test_a_lost_connection_is_not_used_again(server):
     idle, used = await connected(pool, address), await connected(pool, address)
     await pool.give_back(address, idle)
     await server.stop()
-    await used.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    for channel in (idle, used):
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
     await pool.give_back(address, used)
     fresh = await pool.take(address)
     assert fresh not in {idle, used}
