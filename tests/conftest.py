@@ -6,13 +6,12 @@ Torch is not imported here: the tests of the gateway do without it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 import tests.one_thread  # noqa: F401 - before the engine is imported
+from specdec.process.imports import large_imports
 
 if TYPE_CHECKING:
     from engine.native.library import NativeLibrary
@@ -29,21 +29,18 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# What is imported for the tests stays: no collection of garbage looks at it.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Garbage is that of tests."""
-    gc.freeze()
-    gc.enable()
-
-
 #: Where services are forks of one process, which takes seconds to start (``tests/e2e/fork_server.py``).
 FORKING = ("tests/e2e/", "tests/reliability/", "tests/benchmarks/test_memory.py", "tests/tandem/bench/test_bench.py")
 
 #: Where no file takes more than ten seconds.
 SHORT = ("tests/gateway/", "tests/specdec/")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays: no later collection of garbage looks at it."""
+    with large_imports():
+        return (yield)
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
