@@ -11,12 +11,15 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+import tests.one_thread  # noqa: F401 - before the engine is imported
+from specdec.process.imports import large_imports
 
 if TYPE_CHECKING:
     from engine.native.library import NativeLibrary
@@ -24,6 +27,20 @@ if TYPE_CHECKING:
 # Triton reads it when a kernel is defined. Torch would know whether there is a GPU, but takes seconds to import.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+#: Where services are forks of one process, which takes seconds to start (``tests/e2e/fork_server.py``).
+FORKING = ("tests/e2e/", "tests/reliability/", "tests/benchmarks/test_memory.py", "tests/tandem/bench/test_bench.py")
+
+#: Where no file takes more than ten seconds.
+SHORT = ("tests/gateway/", "tests/specdec/")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays: no later collection of garbage looks at it."""
+    with large_imports():
+        return (yield)
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
@@ -36,15 +53,15 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that both workers end at the same time."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
+    """What takes longest comes first and files of few seconds last, so that both workers end at the same time."""
+    items.sort(key=lambda item: item.nodeid.startswith(SHORT) - item.nodeid.startswith(FORKING))
 
 
 class _FileScheduling(LoadFileScheduling):
-    """A file's tests go to one worker, and so do all files of tests/e2e: they share servers."""
+    """A file's tests go to one worker, and so do all files that share servers or the process that is forked."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+        return FORKING[0] if nodeid.startswith(FORKING) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileScheduling:

@@ -17,6 +17,7 @@ from benchmarks.passes import Step, bytes_read, measure_bandwidth, prefill_flops
 from benchmarks.random_pairs import SHAPES, write_pair
 from engine.engine import Engine
 from engine.loading.load import load_engine
+from specdec.errors import InvalidRequest
 from specdec.settings import ModelSettings
 from tests.engine.cuda import agreement
 from tests.engine.cuda.agreement import Check, check_device, decide, distance
@@ -175,10 +176,22 @@ def test_a_step_that_hangs_is_killed_with_all_it_started(monkeypatch: pytest.Mon
         psutil.Process(child).wait(10)
 
 
-def test_a_step_that_ends_without_a_verdict_has_failed(tmp_path: Path) -> None:
+def test_a_step_that_ends_without_a_verdict_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here ``python`` says why and ends."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho $@\nexit 2\n")
+    script.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(script))
     found = first_gpu_hour.run_apart("no such step", tmp_path, [str(tmp_path), *TINY.split()], 60)
-    assert found["verdict"] == "it ended with status 2; see no such step.log"
-    assert "no such step is no step; the steps are environment, " in (tmp_path / "no such step.log").read_text()
+    assert (found["state"], found["verdict"]) == ("FAILED", "it ended with status 2; see no such step.log")
+    said = (tmp_path / "no such step.log").read_text()
+    assert said == f"-m benchmarks.first_gpu_hour {tmp_path} {TINY} --only no such step\n"
+
+
+def test_a_step_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", arguments(tmp_path, "--only", "no such step"))
+    with pytest.raises(InvalidRequest, match="no such step is no step; the steps are environment, "):
+        first_gpu_hour.main()
 
 
 @pytest.mark.e2e
@@ -188,7 +201,7 @@ def test_a_step_that_ends_without_a_verdict_has_failed(tmp_path: Path) -> None:
 def test_every_step_runs_here(names: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     is_whole = names is NAMES
     if not is_whole:  # the kernels, the comparison with the CPU and the drafters have tests of their own
-        monkeypatch.setattr(first_gpu_hour, "_KERNEL_TESTS", ("tests/engine/cuda/test_sync.py",))
+        monkeypatch.setattr(first_gpu_hour, "_KERNEL_TESTS", ("tests/test_pairwise.py",))
         monkeypatch.setattr(first_gpu_hour, "_DRAFTERS", {"trees": {"method": "eagle3", "tree_top_k": 3}})
         monkeypatch.setattr(agreement, "check_device", lambda folder, device: [Check(f"logits of {device}", 0.0, 0.1)])
     for name in names:

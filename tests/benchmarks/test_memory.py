@@ -3,8 +3,6 @@
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,6 +10,9 @@ import pytest
 from benchmarks import memory
 from benchmarks.memory_server import CONTEXT, Reply, block_bytes, serve
 from specdec.errors import InvalidRequest, TandemError
+from tests.e2e.fork_server import forked_services
+
+__all__ = ["forked_services"]
 
 
 def options(**values: object) -> argparse.Namespace:
@@ -93,6 +94,7 @@ async def test_a_pool_that_is_full_gives_the_same_texts() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_services")
 async def test_a_reply_may_be_left_and_tells_what_was_cached() -> None:
     assert block_bytes() == 6 * 2 * 2 * 64 * 4 * 32
     async with serve(CONTEXT // 32) as server:
@@ -108,10 +110,11 @@ async def test_a_reply_may_be_left_and_tells_what_was_cached() -> None:
 
 
 @pytest.mark.e2e
-def test_the_command(tmp_path) -> None:
-    command = [sys.executable, "-m", "benchmarks.memory", "shared", "--repeats", "1", "--json", str(tmp_path / "out")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+@pytest.mark.usefixtures("forked_services")
+def test_the_command(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["memory", "shared", "--repeats", "1", "--json", str(tmp_path / "out")])
+    assert memory.main() == 0
     (row,) = json.loads((tmp_path / "out").read_text())["shared"]
     assert row["cached tokens"] == 1500
     assert row["known over cold"] < 0.5
-    assert "| cold ms | known ms |" in done.stdout
+    assert "| cold ms | known ms |" in capsys.readouterr().out

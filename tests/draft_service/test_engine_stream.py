@@ -56,7 +56,7 @@ async def open_all(stream, draft, *names):
 
 
 async def opened(draft, *names):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not {session.spec.session_id for session in draft.open_sessions} >= {*names}:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def test_a_step_that_was_superseded_waits_for_nothing(stream, draft):
 async def test_sessions_that_idle_end(stream, draft, monkeypatch):
     monkeypatch.setattr(engine_stream, "MAX_IDLE_S", 0.2)
     await open_all(stream, draft, "a", "b")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         base_len = 3
         while len(draft.open_sessions) == 2:
             assert (await step(stream, advances=[advance("a", base_len, [11])]))[1] == {}
@@ -134,7 +134,7 @@ async def test_a_session_that_could_not_be_opened_is_forgotten_as_well(stream, d
     monkeypatch.setattr(engine_stream, "MAX_SESSIONS", 1)
     draft.faults.plan["open"] = {0: Overloaded("no memory")}
     await step(stream, open=[opening("a")])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await step(stream, open=[opening("b")]))[1]:  # noqa: ASYNC110 (no event tells of an end)
             await asyncio.sleep(0.01)
 

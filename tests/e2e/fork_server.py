@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import runpy
@@ -13,34 +14,37 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-#: What takes seconds to import. None of it starts threads, which a fork would lose.
-PRELOADED = (
-    "target_service.core",
-    "draft_service.core",
-    "draft_service.servicer",
-    "target_service.servicer",
-    "engine.loading.load",
-    "transformers.models.llama.modeling_llama",
-    "specdec.rpc.core_service",
-    "gateway.app",
-    "gateway.backends.target",
-    "gateway.backends.draft",
-)
+import pytest
 
 
 class ForkedProcess:
     """``python -m MODULE ARGUMENT…``, with what :class:`subprocess.Popen` has of it."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        in_own_session: bool = False,
+    ) -> None:
         """Output and errors go to ``stdout``, a stream of text."""
         reading, writing = os.pipe()
         self.stdout: IO[str] = open(reading, encoding="utf-8")  # noqa: SIM115 (its reader closes it)
         output = _Output(writing)
-        self._process = _context().Process(target=_run, args=(output, module, arguments, dict(environment), folder))
+        self._process = _context().Process(
+            target=_run, args=(output, module, arguments, dict(environment), folder, in_own_session)
+        )
         self._process.start()
         os.close(writing)
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that can be read once the process has ended."""
+        return self._process.sentinel
 
     def poll(self) -> int | None:
         """The exit status, or the signal as a negative number; None while it runs."""
@@ -72,6 +76,52 @@ class ForkedProcess:
         self._process.kill()
 
 
+class ForkedChild:
+    """In place of :class:`asyncio.subprocess.Process`, with what a supervisor of services uses of it."""
+
+    def __init__(self, process: ForkedProcess, stdout: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
+        self.pid = process.pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._process, self._pipe = process, pipe
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(process.sentinel, self._end)
+
+    @classmethod
+    async def start(cls, *command: str, env: Mapping[str, str], **_: object) -> ForkedChild:
+        """In place of :func:`asyncio.create_subprocess_exec` for the command of a service."""
+        _python, _unbuffered, _module, launcher, _pid, module, *arguments = command
+        assert launcher == "tandem.launcher.child"
+        process = ForkedProcess(module, arguments, env, Path.cwd(), in_own_session=True)
+        stdout = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), process.stdout)
+        return cls(process, stdout, pipe)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self.returncode = self._process.poll()
+        self._ended.set()
+
+    async def wait(self) -> int:
+        """The exit status, once all output is read."""
+        await self._ended.wait()
+        while not self._pipe.is_closing():  # noqa: ASYNC110 (a transport has no event)
+            await asyncio.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+
+@pytest.fixture
+def forked_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services that a supervisor of this process starts are forks."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ForkedChild.start)
+
+
 class _Output:
     """A file descriptor that travels to the forked process."""
 
@@ -87,12 +137,21 @@ class _Output:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED])
+    context.set_forkserver_preload(["tests.e2e.preloaded"])
     return context
 
 
-def _run(output: _Output, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+def _run(  # noqa: PLR0917
+    output: _Output,
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    in_own_session: bool,
+) -> None:
     """What the forked process does."""
+    if in_own_session:
+        os.setsid()
     os.dup2(output.descriptor, 1)
     os.dup2(output.descriptor, 2)
     os.close(output.descriptor)

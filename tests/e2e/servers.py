@@ -204,13 +204,13 @@ class Stack:
         """Occupancy of a target."""
         with grpc.insecure_channel(self.targets[index].address) as channel:
             stub = target_service_pb2_grpc.TargetServiceStub(channel)
-            return stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10).load
+            return stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=30).load
 
     def load_of_draft(self, index=0):
         """Occupancy of a draft."""
         with grpc.insecure_channel(self.drafts[index].address) as channel:
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)
-            return stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10).load
+            return stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=30).load
 
 
 def request_of(prompt, *, max_tokens, temperature=0.0, seed=None, ignore_eos=True, **fields):
@@ -276,11 +276,11 @@ def health_of(address, service=""):
     """The standard health answer, by name."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
-def wait_until(condition, timeout_s=10.0, what="the condition"):
+def wait_until(condition, what="the condition", timeout_s=30.0):
     """Poll until it holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

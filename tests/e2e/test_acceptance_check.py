@@ -31,7 +31,7 @@ def misread(tmp_path: Path, change: dict[str, object]) -> Path:
 
 def lines_with(stack: Stack, text: str) -> list[str]:
     """Lines of the gateway's log, once one holds the text."""
-    wait_until(lambda: any(text in line for line in stack.gateway.log), 20, f"a line with {text!r}")
+    wait_until(lambda: any(text in line for line in stack.gateway.log), f"a line with {text!r}")
     return [line for line in stack.gateway.log if text in line]
 
 
@@ -45,7 +45,7 @@ def test_a_misread_head_is_reported_by_the_gateway_and_by_the_draft(stack: Stack
         assert "draft misread (eagle3)" in line
         assert "2.4 are usual" in line
         assert "another target" in line
-        wait_until(lambda: any("norm_before_residual is True" in line for line in draft.log), 20, "the likely cause")
+        wait_until(lambda: any("norm_before_residual is True" in line for line in draft.log), "the likely cause")
         assert with_head.complete("def f(", max_tokens=8)["choices"]
     finally:
         with_head.close()
@@ -71,7 +71,7 @@ def test_the_offline_api_names_the_likely_cause(
     with caplog.at_level(logging.WARNING), LLM(speculative_config={"method": "eagle3", "model": str(head)}) as llm:
         llm.generate(["def f("], SamplingParams(max_tokens=16))
         if words:
-            wait_until(lambda: words in caplog.text, 20, words)
+            wait_until(lambda: words in caplog.text, words)
     assert ("SELF-TEST" in caplog.text) == bool(words)
 
 

@@ -25,11 +25,14 @@ def generate(prompts, config):
         return llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
+@pytest.fixture(scope="module")
+def plain(real_prompts):
+    return generate(real_prompts[:4], {"method": "none"})
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mlp_speculator"])
-def test_a_method_alone_takes_the_bundled_head(real_prompts, method):
-    prompts = real_prompts[:4]
-    drafted = generate(prompts, {"method": method, "num_speculative_tokens": 3})
-    plain = generate(prompts, {"method": "none"})
+def test_a_method_alone_takes_the_bundled_head(real_prompts, plain, method):
+    drafted = generate(real_prompts[:4], {"method": method, "num_speculative_tokens": 3})
     assert [output.outputs[0].token_ids for output in drafted] == [output.outputs[0].token_ids for output in plain]
     accepted = sum(output.metrics.num_accepted_tokens for output in drafted)
     assert accepted > 0.15 * sum(output.metrics.num_draft_tokens for output in drafted)
@@ -64,7 +67,7 @@ def test_a_target_that_has_the_first_layer_sends_a_twelfth_of_the_bytes(real_pro
         prompt = list(TextTokenizer.load(TARGET_MODEL).encode(real_prompts[0]))[:60]
         if not has_folder:
             collect(stack, request_of(prompt, max_tokens=8))
-            wait_until(lambda: any("took the first layer" in line for line in target.log), 10, "the layer")
+            wait_until(lambda: any("took the first layer" in line for line in target.log), "the layer")
         for changes in ({}, {"temperature": 1.0, "seed": 7}):
             request = request_of(prompt, **{"max_tokens": 64, "temperature": 0.0} | changes)
             pieces = collect(stack, request)
@@ -87,7 +90,7 @@ def test_a_target_without_memory_for_the_layer_sends_states(real_prompts):
         prompt = list(TextTokenizer.load(TARGET_MODEL).encode(real_prompts[0]))[:40]
         request = request_of(prompt, max_tokens=40)
         pieces = collect(stack, request)
-        wait_until(lambda: any("100000 are for them all" in line for line in stack.gateway.log), 10, "the refusal")
+        wait_until(lambda: any("100000 are for them all" in line for line in stack.gateway.log), "the refusal")
         assert bytes_per_state(pieces) == bytes_per_state(collect(stack, request)) == 3 * (384 + 4)
         request.speculation.num_speculative_tokens = 0
         assert ids_of(pieces) == ids_of(collect(stack, request))

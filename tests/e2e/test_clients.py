@@ -131,7 +131,7 @@ def test_a_conversation_reuses_its_cache(client, model, stack):
     )
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
     assert salted.choices[0].text == answers[0].choices[0].text
-    wait_until(lambda: is_free(stack), 15, "the target to release its blocks")
+    wait_until(lambda: is_free(stack), "the target to release its blocks")
     assert stack.load_of_target().cached_blocks > 0
 
 

@@ -59,7 +59,7 @@ def kill_the_draft_within(stack, request):
 def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts):
     kill_the_draft_within(stack, request_of(prompts[0], max_tokens=LONG, temperature=1.0, seed=77))
     stack.drafts[0].restart_on_same_port()
-    wait_until(partial(speculates, stack, prompts[0]), 20, "speculation with the restarted draft")
+    wait_until(partial(speculates, stack, prompts[0]), "speculation with the restarted draft")
 
 
 @pytest.mark.exhaustive
@@ -71,7 +71,7 @@ def test_killing_a_toy_draft(toys, prompts, temperature, seed):
     assert ids_of(without) == undisturbed
     assert without[-1].speculation.num_draft_tokens == 0
     toys.drafts[0].restart_on_same_port()
-    wait_until(partial(speculates, toys, prompts[0]), 20, "speculation with the restarted draft")
+    wait_until(partial(speculates, toys, prompts[0]), "speculation with the restarted draft")
     assert ids_of(collect(toys, request)) == undisturbed
 
 
@@ -107,7 +107,7 @@ def test_killing_a_target_moves_the_session_to_another(stack, prompts):
         assert with_two.load_of_target(1 - busy[0]).open_sessions == 0
         if busy == [0]:
             stack.targets[0].restart_on_same_port()
-            wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 200, 15, "/health to notice")
+            wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 200, "/health to notice")
     finally:
         with_two.close()
 
@@ -137,7 +137,7 @@ def test_kills_among_preempted_sessions(prompts):
                 for number, request in enumerate(requests)
             ]
             assert [ids_of(call.result()) for call in calls] == alone
-        wait_until(partial(is_free, stack), 15, "the target to free the sessions")
+        wait_until(partial(is_free, stack), "the target to free the sessions")
     finally:
         stack.close()
 
@@ -160,7 +160,7 @@ def test_a_request_waits_for_its_killed_target_to_return(prompts, temperature, s
         back[0].join()
         assert ids_of(paused) == ids_of(undisturbed)
         assert paused[-1].speculation.num_target_failures == 1
-        wait_until(partial(is_free, stack), 15, "the target to free the session")
+        wait_until(partial(is_free, stack), "the target to free the session")
     finally:
         stack.close()
 
@@ -174,7 +174,7 @@ def test_killing_the_only_target_for_good_is_unavailable(prompts):
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert caught.value.details() == "the target was lost and none came back within 0.5 s; try again later"
         assert 0.5 < time.monotonic() - started < 20
-        wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 503, 15, "/health to notice")
+        wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 503, "/health to notice")
         answer = httpx.post(f"{stack.base_url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60)
         assert answer.status_code == 503
         assert answer.json()["error"]["message"]
@@ -189,8 +189,8 @@ def test_a_client_that_leaves_frees_the_cache(stack, prompts):
             next(call)
         assert stack.load_of_target().open_sessions == 1
         call.cancel()
-    wait_until(partial(is_free, stack), 15, "the target to free the session")
-    wait_until(lambda: stack.load_of_draft().open_sessions == 0, 15, "the draft to free the session")
+    wait_until(partial(is_free, stack), "the target to free the session")
+    wait_until(lambda: stack.load_of_draft().open_sessions == 0, "the draft to free the session")
 
 
 def test_an_http_client_that_leaves_frees_the_cache(stack, prompts):
@@ -200,7 +200,7 @@ def test_an_http_client_that_leaves_frees_the_cache(stack, prompts):
         for _ in range(6):
             next(lines)
         assert stack.load_of_target().open_sessions == 1
-    wait_until(partial(is_free, stack), 15, "the target to free the session")
+    wait_until(partial(is_free, stack), "the target to free the session")
 
 
 def test_a_deadline_ends_a_partial_stream(stack, prompts):
@@ -215,7 +215,7 @@ def test_a_deadline_ends_a_partial_stream(stack, prompts):
             stack.targets[0].signal(signal.SIGCONT)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert first.token_ids
-    wait_until(partial(is_free, stack), 15, "the target to free the session")
+    wait_until(partial(is_free, stack), "the target to free the session")
 
 
 def test_overload_is_refused_with_the_numbers(prompts):
@@ -236,7 +236,7 @@ def test_overload_is_refused_with_the_numbers(prompts):
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert int(refused.headers["retry-after"]) >= 1
         assert "2" in refused.json()["error"]["message"]
-        wait_until(partial(is_free, stack), 15, "the target to free the sessions")
+        wait_until(partial(is_free, stack), "the target to free the sessions")
     finally:
         stack.close()
 
@@ -290,5 +290,5 @@ def test_sixteen_mixed_requests_at_once(stack, prompts):
     requests = list(kinds())
     alone = [ids_of(collect(stack, request)) for request in requests]
     assert collect_together(stack, requests) == alone
-    wait_until(partial(is_free, stack), 15, "the target to free the sessions")
+    wait_until(partial(is_free, stack), "the target to free the sessions")
     assert health_of(stack.targets[0].address) == "SERVING"

@@ -51,7 +51,7 @@ def test_text_is_that_of_plain_decoding(with_parallel, prompts, params):
     assert (pieces[-1].speculation.hidden_state_bytes > 0) == reads_states
     if reads_states:  # the target has been sent the matrix, which makes 768 numbers as many as the draft's states have
         log = with_parallel.targets[0].log
-        wait_until(lambda: any("took the first layer" in line for line in log), 10, "the matrix")
+        wait_until(lambda: any("took the first layer" in line for line in log), "the matrix")
         speculation = collect(with_parallel, with_options(request))[-1].speculation
         assert speculation.hidden_state_bytes < 200 * speculation.num_hidden_states
 
@@ -67,5 +67,5 @@ def test_ratio_rules_take_its_rows(with_parallel, prompts, rule):
 
 def test_a_mask_that_was_not_trained_is_reported_at_start(with_parallel):
     (draft,) = with_parallel.drafts
-    wait_until(lambda: any("SELF-TEST FAILED" in line for line in draft.log), 5, "the line of the self-test")
+    wait_until(lambda: any("SELF-TEST FAILED" in line for line in draft.log), "the line of the self-test")
     assert any("after the mask token 4096, draft untrained predicts" in line for line in draft.log)

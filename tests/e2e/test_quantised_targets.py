@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import gguf
 import httpx
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 
 from specdec.compiler import cache_folder
 from tandem import LLM, SamplingParams
+from tests.e2e.fork_server import ForkedProcess
 from tests.e2e.servers import TARGET_MODEL
 
 _PARTS = {
@@ -118,20 +117,14 @@ def test_a_gguf_file_writes_nearly_what_its_original_does(gguf_file, real_prompt
 
 
 def test_serving_a_gguf_file(tmp_path):
-    """The path alone; its tokenizer is the one in the file."""
+    """The path alone; its tokenizer is the one in the file. One process serves: others get the folder made of it."""
     write_gguf(tmp_path / "python-q8.gguf")
     kernels = shutil.ignore_patterns("gguf")  # and links to files that other tests made
     shutil.copytree(cache_folder(), tmp_path / "cache" / "tandem", ignore=kernels)
     draft = json.dumps({"model": "python-1m", "num_speculative_tokens": 3})
-    command = [sys.executable, "-m", "tandem", "serve", str(tmp_path / "python-q8.gguf"), "--speculative-config", draft]
-    process = subprocess.Popen(
-        [*command, "--port", "0", "--grpc-port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-    )
+    arguments = ["serve", str(tmp_path / "python-q8.gguf"), "--speculative-config", draft, "--embedded"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    process = ForkedProcess("tandem", [*arguments, "--port", "0", "--grpc-port", "0"], environment, tmp_path)
     try:
         lines = iter(process.stdout.readline, "")
         ready = next((line for line in lines if line.startswith("ready: ")), None)
@@ -147,5 +140,6 @@ def test_serving_a_gguf_file(tmp_path):
         assert answer["choices"][0]["text"].startswith("ArgumentParser(")
     finally:
         process.terminate()
-        process.communicate(timeout=30)
-        assert process.returncode == 0
+        process.stdout.read()
+        process.stdout.close()
+        assert process.wait(30) == 0

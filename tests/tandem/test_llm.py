@@ -254,7 +254,7 @@ def test_use_after_close_is_an_error() -> None:
 INTERRUPTED = """
 import os, signal, threading
 from tandem import LLM, SamplingParams
-llm = LLM("python-12m")
+llm = LLM("python-12m", num_threads=1)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     llm.generate(["x"] * 50, SamplingParams(max_tokens=1000, ignore_eos=True), use_tqdm=False)

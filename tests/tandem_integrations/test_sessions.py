@@ -95,7 +95,7 @@ def remote(service, **options):
 async def until_accepted(engine, num_tokens):
     """Step until so many more drafted tokens are accepted."""
     before = engine.num_accepted
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while engine.num_accepted < before + num_tokens:
             assert engine.unfinished
             await asyncio.to_thread(engine.step)
@@ -228,7 +228,7 @@ async def test_over_tls(tmp_path):
         for name in ("draft", "gateway")
     }
     async with Service(FakeDraft(quality=1.0), **files["draft"]) as service:
-        drafting, refused = remote(service, **files["gateway"]), remote(service)
+        drafting, refused = remote(service, **files["gateway"]), remote(service, timeout_ms=200)
         try:
             for each in (refused, drafting):
                 engine = Engine(chains(each), PROMPTS, 30)
@@ -283,10 +283,10 @@ async def test_a_service_that_stops_ends_the_streams_of_engines_at_once(caplog):
         assert len(draft.on_drain) == 1
         for end in draft.on_drain:
             end()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             assert await service.server.drain()
         assert not draft.on_drain
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             while "is shutting down" not in caplog.text:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.01)
         drafting.close()
@@ -323,7 +323,7 @@ async def test_sessions_that_idled_are_opened_again_at_once(monkeypatch):
                 assert engine.unfinished
                 await asyncio.to_thread(engine.step)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await accept()
             monkeypatch.setattr(engine_stream, "MAX_IDLE_S", 0.05)
             await asyncio.to_thread(engine.step)

@@ -69,6 +69,7 @@ rotary_kernels.rotate_attend = Compiled(rotary_kernels.rotate_attend)
 rotary_attention.programs_of = lambda device: 528
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
 linear_kernels.multiply = Compiled(linear_kernels.multiply)
+takes_all = sys.argv[2] == "True"
 for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1], {"torch": torch}):
     for num_rows, is_tree, window, softcap, has_sinks in ((1, True, 1024, 30.0, True), (512, False, None, None, False)):
         k_cache = torch.empty(3, kv_heads, 32, dim, dtype=dtype)
@@ -91,7 +92,8 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             model = kind(config if kind is LlamaForCausalLM else Qwen3Config(**config.to_dict())).to(dtype)
             FusedDecoder(model, [(k_cache, v_cache)], [None]).logits(Batch(plan, rows[None], rows[:1], [], []))
             norm = query[0, 0] if is_tree else None
-            for group, joins in ((None, False), (heads * dim, True), (128, True)):
+            kinds = ((None, False), (heads * dim, True), (128, True))
+            for group, joins in kinds if takes_all else kinds[:2] if is_tree else kinds[2:]:
                 if group is None or (Driver.capability >= 89 and dtype == torch.bfloat16):
                     qkv = torch.empty(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
                     around = rotary_attention.Around(query[:, 0], query[:, 0], norm, norm, 1e-5, group)
@@ -125,11 +127,13 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
 SHARED_BYTES = 99 * 1024
 
 
-#: Compute capability, data type, heads, heads of keys, their size and that of values.
+#: Compute capability, data type, heads, heads of keys, their size and that of values. Each kind of rotary attention
+#: (joined or not, rounded in groups of each size) is compiled for one number of rows; with ``MORE`` for both.
 SOME = """(
     (90, torch.bfloat16, 32, 8, 128, 128),
 )"""
 MORE = """(
+    (90, torch.bfloat16, 32, 8, 128, 128),
     (90, torch.bfloat16, 16, 16, 192, 128),
     (80, torch.float16, 32, 8, 128, 128),
     (90, torch.float32, 32, 8, 128, 128),
@@ -142,7 +146,11 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, given], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, given, str(given is MORE)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -222,7 +222,7 @@ def test_a_decoder_gets_what_is_right_at_load(
         return out.index_fill_(0, torch.tensor([0], device=out.device), 1.0) if joins in faulty else out
 
     monkeypatch.setattr(launches, "rotary_attention", attend_some)
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16}
     shape = LayerShape(module=torch.nn.Identity(), **sizes, dtype=torch.float32, window=None, chunk=None)
     fused: Any = SimpleNamespace()
     found = acceleration.with_checked_attention(fused, [shape], 16, torch.device(DEVICE))

@@ -10,13 +10,12 @@ import time
 
 import pytest
 
-from specdec.process.cores import usable_cores
 from tests.engine.native.test_attention import Case
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or usable_cores() < 2, reason="needs two cores and Linux")
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores and Linux")
 def test_a_worker_does_not_stay_on_the_core_of_its_caller() -> None:
     """Linux may wake it there, and does not move it soon."""
     current_core, cores = ctypes.CDLL(None).sched_getcpu, os.sched_getaffinity(0)

@@ -27,13 +27,13 @@ async def connect(port, data=b""):
 
 
 async def healthy(port):
-    async with httpx.AsyncClient(timeout=5) as http:
+    async with httpx.AsyncClient(timeout=20) as http:
         return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
 
 
 async def answer_of(reader):
     """What a client is told before its connection is closed."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await reader.read()
 
 
@@ -93,7 +93,7 @@ async def test_a_drop_at_a_time_does_not_help(impatient):
                     await asyncio.sleep(0.02)  # the client's pace
 
         dripping = asyncio.create_task(drip())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await loop.sock_recv(client, 2**16)).startswith(b"HTTP/1.1 408 ")
         dripping.cancel()
         await asyncio.wait([dripping])
@@ -102,7 +102,7 @@ async def test_a_drop_at_a_time_does_not_help(impatient):
 async def test_a_connection_is_kept_between_requests_and_not_for_ever(impatient):
     request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     reader, writer = await connect(impatient.gateway.port, request)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await reader.readuntil(b"}")
         begun = time.monotonic()
         writer.write(request)
@@ -232,6 +232,6 @@ async def test_an_upgrade_stays_a_counted_http_request(backends, info, script, m
     upgrade = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
     async with serve(backends, info, script, api_key=("sk-1",)) as stand:
         reader, writer = await connect(stand.gateway.port, upgrade)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"
         writer.close()

@@ -87,7 +87,7 @@ async def check_health(channel):
 
 
 async def read_all(call):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await call.read() is not grpc.aio.EOF:
             pass
 

@@ -15,6 +15,9 @@ from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 from tandem.launcher.supervisor import ServiceSpec
+from tests.e2e.fork_server import forked_services
+
+__all__ = ["forked_services"]
 
 DRAFTERS = ("draft_model", "suffix")
 TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16", "--fixed-draft-length"]
@@ -35,7 +38,7 @@ def drafts_open_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.usefixtures("drafts_open_first")
+@pytest.mark.usefixtures("drafts_open_first", "forked_services")
 def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     # Without pacing, which may find that nothing pays off in so few tokens. A draft that the target asks is opened
@@ -64,7 +67,7 @@ def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.e2e
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("drafts_open_first")
+@pytest.mark.usefixtures("drafts_open_first", "forked_services")
 def test_a_target_that_pretends_is_marked_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     flags = ["--synthetic-acceptance-length", "2.5", "--k", "2", "--json", str(out)]

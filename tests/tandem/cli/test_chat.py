@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[ChatServer]:
     with ChatServer() as made:
-        thread = threading.Thread(target=made.serve_forever)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
         made.shutdown()

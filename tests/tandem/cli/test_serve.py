@@ -35,7 +35,7 @@ class Launcher:
     def __init__(self, *argv: str) -> None:
         self.port, self.grpc_port = free_port(), free_port()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "serve", *self._ports(), *argv],
+            [sys.executable, "-m", "tandem", "serve", "--num-threads", "1", *self._ports(), *argv],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

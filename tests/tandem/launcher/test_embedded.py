@@ -30,7 +30,7 @@ def test_a_core_that_fails_ends_the_process(monkeypatch, name):
     async def serve(gateway, *, stop, on_ready):
         cores[name].failure = InternalError(f"the {name} broke")
         cores[name].failed.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stop.wait()
 
     monkeypatch.setattr(embedded.LocalCores, "start", start)

@@ -56,7 +56,7 @@ async def raw_answer(path, *frames):
 
 
 async def next_status(reader):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         size, kind = struct.unpack("<IB", await reader.readexactly(5))
         assert kind == FrameKind.STATUS
         return json.loads(await reader.readexactly(size))
@@ -236,7 +236,7 @@ async def test_a_client_that_does_not_take_its_status_is_left(tmp_path, monkeypa
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(encode_json(FrameKind.HEADERS, method=VERIFY, metadata=[]))
         assert (await next_status(reader))["code"] == "RESOURCE_EXHAUSTED"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
 
@@ -265,7 +265,7 @@ async def test_a_call_ends_with_one_status_and_its_handler_releases_all(tmp_path
         other = await raw_answer(path, encode_frame(FrameKind.HEADERS, b"{"))  # the server has read both by now
         assert other["code"] == "INVALID_ARGUMENT"
         writer.write_eof()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""  # no second status
         writer.close()
         echo.released.set()
@@ -277,7 +277,7 @@ async def test_closing_does_not_wait_for_a_server_that_does_not_read(tmp_path):
     async with answering(tmp_path, b"") as path, opened(path) as stream:
         stream.post(open_message("s" * 8 * 2**20))
         await stream.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(errors.Unavailable, match="stream is over"):
                 await stream.receive()
 
@@ -299,7 +299,7 @@ async def test_closing_does_not_wait_for_a_server_that_does_not_read(tmp_path):
 )
 async def test_a_status_that_cannot_be_read_is_unavailable(tmp_path, content):
     async with answering(tmp_path, encode_frame(FrameKind.STATUS, content)) as path, opened(path) as stream:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(errors.Unavailable, match="cannot be decoded: its status"):
                 await stream.receive()
 
@@ -309,7 +309,7 @@ async def test_a_stream_that_is_given_up_says_why(tmp_path):
         read = asyncio.create_task(stream.receive())
         await asyncio.sleep(0)
         stream.give_up(errors.Unavailable("the health watch was lost"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(errors.Unavailable, match="health watch"):
                 await read
 
@@ -389,7 +389,7 @@ async def test_frames_may_come_in_any_pieces(tmp_path):
         for byte in frames:
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             size, kind = struct.unpack("<IB", await reader.readexactly(5))
             assert kind == FrameKind.MESSAGE
             assert target_pb.VerifyResponse.FromString(await reader.readexactly(size)).opened.epoch == 1
@@ -400,7 +400,7 @@ async def test_connections_without_headers_and_calls_without_a_message_end(tmp_p
     monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.2)
     async with framed(tmp_path, first_message_timeout_s=0.3) as (server, path):
         reader, writer = await asyncio.open_unix_connection(path)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
         status = await raw_answer(path, encode_json(FrameKind.HEADERS, method=VERIFY, metadata=[]))
