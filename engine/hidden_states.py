@@ -22,7 +22,7 @@ from engine.sampling.transfer import Fetched
 from engine.state_map import StateMap
 from specdec.errors import InvalidRequest
 from specdec.state_dtypes import STATE_DTYPES
-from specdec.types import HiddenStates
+from specdec.types import HiddenStates, SessionSpec
 
 #: Of all hidden states that leave the engine, whatever it computes in.
 STATE_DTYPE: Final = torch.bfloat16
@@ -73,12 +73,13 @@ class StateRows:
 class PassStates:
     """The hidden states of a pass, segment by segment, on their way to the host."""
 
-    __slots__ = ("_data", "_fetched", "_wanted")
+    __slots__ = ("_at", "_data", "_fetched", "_row_bytes", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
         self._data = data
+        self._at, self._row_bytes = data.data_ptr(), data.nbytes // max(1, wanted.num_rows)
         #: By what maps them and by the size of the groups in which they are rounded; 0: not at all.
         self._fetched: dict[tuple[StateMap | None, int], Fetched] = {}
 
@@ -90,7 +91,7 @@ class PassStates:
 
     def fetch(self, index: int, dtype: str, through: StateMap | None) -> None:
         """Start what :meth:`rows` waits for."""
-        self._fetch(*self._form(index, dtype, through))
+        self._fetch(*_form(self._wanted.segments[index].state_layers, self._data.shape[2], dtype, through))
 
     def rows(
         self, index: int, rows: Sequence[int], start: int, dtype: str = "", through: StateMap | None = None
@@ -101,7 +102,7 @@ class PassStates:
         ``through``: what makes features of them, if it reads the segment's layers.
         """
         layers = self._wanted.segments[index].state_layers
-        through, group_size = self._form(index, dtype, through)
+        through, group_size = _form(layers, self._data.shape[2], dtype, through)
         encoded, first = self._fetch(through, group_size).wait(), self._wanted.starts[index]
         if through is None and not self._wanted.is_alike:
             encoded = encoded[first : first + rows[-1] + 1, self._places(layers)]
@@ -115,14 +116,12 @@ class PassStates:
         width = len(layers) * self._data.shape[2] if through is None else through.width
         return HiddenStates(start, width, "int8" if group_size else "bfloat16", data, group_size)
 
-    def _form(self, index: int, dtype: str, through: StateMap | None) -> tuple[StateMap | None, int]:
-        """What maps a segment's states, and the size of the groups in which they are rounded."""
-        if through is not None and through.layers != self._wanted.segments[index].state_layers:
-            through = None
-        width, group_size = self._data.shape[2] if through is None else through.width, STATE_DTYPES.get(dtype)
-        if group_size is None:
-            return through, 0
-        return through, group_size if group_size and not width % group_size else width
+    def raw(self, index: int, rows: Sequence[int]) -> bytes:
+        """The same as they are, for :func:`encode_states`: bfloat16 [rows, layers * H]. On a CPU."""
+        if not self._wanted.is_alike or not isinstance(rows, range):
+            return self.rows(index, rows, 0).data
+        size = self._row_bytes
+        return ctypes.string_at(self._at + (self._wanted.starts[index] + rows.start) * size, len(rows) * size)
 
     def _places(self, layers: Sequence[int]) -> list[int]:
         """Of a segment's layers among all that are wanted."""
@@ -131,14 +130,42 @@ class PassStates:
     def _fetch(self, through: StateMap | None, group_size: int) -> Fetched:
         """The states of all rows, [rows, layers, bytes or H], or the features, [rows, 1, bytes or H]."""
         if (fetched := self._fetched.get((through, group_size))) is None:
-            encoded = self._data
-            if through is not None:
-                states = self._data[:, self._places(through.layers)].flatten(1)
-                with torch.inference_mode():
-                    encoded = through(states.to(through.linear.weight.dtype)).to(STATE_DTYPE).unsqueeze(1)
-            fetched = Fetched(round_states(encoded, group_size) if group_size else encoded)
+            states = self._data if through is None else self._data[:, self._places(through.layers)]
+            fetched = Fetched(_encoded(states, through, group_size))
             self._fetched[through, group_size] = fetched
         return fetched
+
+
+def encode_states(raw: bytearray, start: int, width: int, spec: SessionSpec, through: StateMap | None) -> HiddenStates:
+    """What :meth:`PassStates.rows` would have made of rows of :meth:`PassStates.raw`, the first of which is that of
+    position ``start``; ``width`` is H.
+    """
+    layers = spec.hidden_state_layers
+    through, group_size = _form(layers, width, spec.hidden_state_dtype, through)
+    data = torch.frombuffer(raw, dtype=STATE_DTYPE).view(-1, len(layers), width)
+    encoded = _encoded(data, through, group_size)
+    width = len(layers) * width if through is None else through.width
+    written = ctypes.string_at(encoded.data_ptr(), encoded.nbytes)
+    return HiddenStates(start, width, "int8" if group_size else "bfloat16", written, group_size)
+
+
+def _form(layers: tuple[int, ...], width: int, dtype: str, through: StateMap | None) -> tuple[StateMap | None, int]:
+    """What maps the states of these layers, and the size of the groups in which they are rounded."""
+    if through is not None and through.layers != layers:
+        through = None
+    width, group_size = width if through is None else through.width, STATE_DTYPES.get(dtype)
+    if group_size is None:
+        return through, 0
+    return through, group_size if group_size and not width % group_size else width
+
+
+def _encoded(states: torch.Tensor, through: StateMap | None, group_size: int) -> torch.Tensor:
+    """States, bfloat16 [rows, layers, H], as they are sent: [rows, layers, bytes or H], or features, [rows, 1, …]."""
+    if through is not None:
+        with torch.inference_mode():
+            features = through(states.flatten(1).to(through.linear.weight.dtype))
+        states = features.to(STATE_DTYPE).unsqueeze(1)
+    return (round_states(states, group_size) if group_size else states).contiguous()
 
 
 class StateTap:

@@ -36,6 +36,11 @@ class StateBuffer:
             if not self._blocks:  # as much of it as there is room for
                 self._append(oldest.rows(oldest.end - self._max_bytes // oldest.row_bytes, oldest.end))
 
+    @property
+    def end(self) -> int:
+        """Position after the last one that is kept; 0: none is."""
+        return self._blocks[-1].end if self._blocks else 0
+
     def take(self, end: int | None = None) -> tuple[HiddenStates, ...]:
         """All that is kept of positions below ``end`` (None: of all), in pieces, and keep none of it."""
         if not self._blocks:
@@ -82,7 +87,11 @@ def pieces(blocks: Iterable[HiddenStates], max_bytes: int = PIECE_BYTES) -> Iter
 
 
 def _continues(before: HiddenStates, after: HiddenStates) -> bool:
-    return before.end == after.start and replace(before, start=0, data=b"") == replace(after, start=0, data=b"")
+    return before.end == after.start and _kind(before) == _kind(after)
+
+
+def _kind(states: HiddenStates) -> tuple[int, str, int]:
+    return states.num_features, states.dtype, states.group_size
 
 
 def _cut(run: list[HiddenStates], max_bytes: int) -> Iterator[HiddenStates]:

@@ -173,6 +173,8 @@ class Verdict:
     timings: RoundTimings = field(default_factory=RoundTimings)
     #: If the session asked for them: the states from which each of ``token_ids`` was predicted, in ascending order of
     #: position, so from position ``base_len - 1`` on. Those of the first verdict start at the first position computed.
+    #: Those of tokens after which the target decodes on may come with a later verdict, at the latest with the one after
+    #: which it waits for a request. The last verdict of a sequence may have none.
     hidden_states: tuple[HiddenStates, ...] = ()
     #: Tokens that the target still decodes in multi-step; 0: it waits for a request.
     num_multi_step_left: int = 0

@@ -20,6 +20,7 @@ from specdec.logprobs import PositionLogprobs
 from specdec.rules import Rule, SparseRow
 from specdec.types import HiddenStates, RoundTimings, SessionSpec
 from target_service.grammar.grammar import Grammar
+from target_service.held_states import HeldStates
 from target_service.stop_criteria import StopCriteria, Truncation
 from target_service.verification.logprobs import position_logprobs
 from target_service.verification.rounds import Outcome, Round
@@ -68,6 +69,8 @@ class StepSession:
     state_map: StateMap | None = None
     #: Entries of the cache at most: what is left of the last block serves the siblings of trees.
     max_entries: int = 2**62
+    #: Hidden states that nobody waits for.
+    held: HeldStates = field(default_factory=HeldStates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,22 @@ class ScheduledSequence:
     is_round: bool = False
     #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
     parents: tuple[int, ...] = ()
+    #: Whether the session decodes on by itself after it, so that nobody waits for its hidden states.
+    holds_states: bool = False
 
     @property
     def is_multi_step(self) -> bool:
         """Whether it is a token of multi-step decode."""
         return self.decides and not self.is_prefill and not self.is_round
 
-    def following(self, token_ids: tuple[int, ...], forced: tuple[int, ...]) -> ScheduledSequence:
+    def following(
+        self, token_ids: tuple[int, ...], forced: tuple[int, ...], *, holds_states: bool
+    ) -> ScheduledSequence:
         """The next token of multi-step decode, and forced ones, after this part, which committed ``token_ids``."""
-        return ScheduledSequence(self.session, (token_ids[-1], *forced), decides=True, draft_token_ids=forced)
+        token_ids = token_ids[-1], *forced
+        return ScheduledSequence(
+            self.session, token_ids, decides=True, draft_token_ids=forced, holds_states=holds_states
+        )
 
     def num_accepted(self, num_drafts: int) -> int:
         """The tokens of the proposal among the accepted drafts."""
@@ -118,7 +128,7 @@ class ScheduledSequence:
     def num_states(self) -> int:
         """Rows of hidden states the part needs: the last ones. Of a round all: any of its tokens may be the last."""
         session, num_rows = self.session, len(self.token_ids)
-        if not session.spec.hidden_state_layers:
+        if not session.spec.hidden_state_layers or (self.holds_states and session.spec.last_hidden_state_only):
             return 0
         if not self.is_prefill:
             return num_rows if self.decides else 0
@@ -133,8 +143,8 @@ class PartResult:
     num_accepted: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: Sequence[PositionLogprobs] = ()
-    #: Of the chunk, or those that the round's committed tokens were predicted from; None where none are asked for.
-    hidden_states: HiddenStates | None = None
+    #: Of the chunk, or those that committed tokens were predicted from: of the round and of those held before.
+    hidden_states: tuple[HiddenStates, ...] = ()
     error: TandemError | None = None
 
 
@@ -190,7 +200,7 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
         for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
-            if segment.num_states:
+            if segment.num_states and not (part.holds_states or part.session.held):
                 states.fetch(index, part.session.spec.hidden_state_dtype, part.session.state_map)
     else:
         logits = model.forward(segments)
@@ -259,26 +269,35 @@ def _commit(
     return PartResult(cut, num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
 
 
-def _states_of_chunk(part: ScheduledSequence, own: OwnStates | None) -> HiddenStates | None:
+def _states_of_chunk(part: ScheduledSequence, own: OwnStates | None) -> tuple[HiddenStates, ...]:
     """All that were computed of a prompt's chunk."""
     if own is None:
-        return None
+        return ()
     num_rows = own[2]
-    return _hidden_states(part, own, part.session.sequence.length - num_rows, range(num_rows))
+    return (_hidden_states(part, own, part.session.sequence.length - num_rows, range(num_rows)),)
 
 
 def _states_of_round(
     part: ScheduledSequence, outcome: Outcome, base_len: int, cut: Truncation, own: OwnStates | None
-) -> HiddenStates | None:
-    """Those that the committed tokens were predicted from; of a tree along the accepted path."""
+) -> tuple[HiddenStates, ...]:
+    """Those that the committed tokens were predicted from; of a tree along the accepted path. None where the sequence
+    ends: nothing follows.
+    """
     count = len(cut.token_ids)
-    if own is None or not count:
-        return None
+    if own is None or not count or cut.finish_reason is not None:
+        return ()
     first = count - 1 if part.session.spec.last_hidden_state_only else 0
     rows: Sequence[int] = range(first, count)
     if part.parents:
         rows = (0, *(i + 1 for i in outcome.path))[first:count]
-    return _hidden_states(part, own, base_len - 1 + first, rows)
+    held, start = part.session.held, base_len - 1 + first
+    if not (part.holds_states or held):
+        return (_hidden_states(part, own, start, rows),)
+    states, index, _ = own
+    held.add(start, states.raw(index, rows), len(rows))
+    if part.holds_states and not held.is_full:
+        return ()
+    return (held.take(part.session.spec, part.session.state_map),)
 
 
 def _hidden_states(part: ScheduledSequence, own: OwnStates, start: int, rows: Sequence[int]) -> HiddenStates:

@@ -214,8 +214,11 @@ class DraftClient:
         if self._num_proposals >= NUM_PROPOSALS_TO_RECOVER:
             self._num_failures = 0
 
-    async def request(self, k: int) -> bool:
+    async def request(self, k: int, *, target_goes_on: bool = False) -> bool:
         """Tell the draft what is committed, and ask for ``k`` tokens after it; 0 asks for nothing.
+
+        A draft without the hidden states that it reads is told nothing while ``target_goes_on``: they come with the end
+        of multi-step decode.
 
         Never waits for the draft: where none is open, one is opened in the background. Returns whether a message left.
         """
@@ -231,6 +234,8 @@ class DraftClient:
         try:
             if isinstance(draft.session, DirectDraftSession):
                 draft.session.ask(draft.k)
+            elif target_goes_on and draft.states.layers and self._states.end < len(self._state) - 1:
+                return False
             else:
                 await self._advance(draft, draft.session)
         except Exception as error:

@@ -304,7 +304,8 @@ class Decoding:
         if draft.off and target.num_multi_step_left:
             return
         was_direct = draft.is_asked_by_target
-        is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
+        wanted = self._num_draft_tokens(self._state.num_remaining)
+        is_sent = await draft.request(wanted, target_goes_on=target.num_multi_step_left > 0)
         if draft.k and draft.method != self._paced_method:  # it replaces a lost one
             self._choose_pace()
         if draft.k and not draft.is_asked_by_target:

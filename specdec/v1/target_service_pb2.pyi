@@ -616,6 +616,8 @@ class Verdict(_message.Message):
     def hidden_states(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HiddenStates]:
         """When asked for, in ascending order of position: one row for each token of token_ids, from which it was predicted, so
         the first is that of position base_len - 1. The first verdict's begin with the first position that was computed.
+        Those of tokens after which the target decodes on may come with a later verdict, at the latest with the one after
+        which it waits for a request. The last verdict of a sequence may have none.
         """
 
     @_builtins.property

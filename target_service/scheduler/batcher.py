@@ -210,7 +210,9 @@ class StepBatcher:
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
             if not part.is_multi_step or not session.continues(part_result):
                 return None
-            following = part.following(part_result.cut.token_ids, session.feed.forced())
+            forced = session.feed.forced()
+            holds = session.feed.holds_states(1 + len(forced))
+            following = part.following(part_result.cut.token_ids, forced, holds_states=holds)
             sequence = part.session.sequence
             if sequence.length + len(following.token_ids) > sequence.capacity:
                 return None  # the event loop gives it more blocks

@@ -72,13 +72,23 @@ class Feed:
         # A tokenizer may have tokens that the model lacks.
         return tuple(takewhile(lambda token_id: token_id < state.num_tokens, forced))
 
+    def holds_states(self, num_tokens: int) -> bool:
+        """Whether multi-step decode goes on after the next ``num_tokens`` tokens, so that their hidden states may wait.
+        Called by whom the step session belongs to. On a GPU they leave with each verdict: there they cost little.
+        """
+        session = self._session
+        if not session.spec.hidden_state_layers or session.state.device.type != "cpu":
+            return False
+        return self._progress.multi_step_until > len(session.state) + num_tokens
+
     def take_round(self) -> ScheduledSequence:
         """The round that is ready: what was offered, or the next token of multi-step decode, with what is forced."""
         forced = self.forced()
         asked, self._offers.asked = self._offers.asked, None
         session, last = self._session, self._session.state.token_ids[-1]
         if asked is None:
-            return ScheduledSequence(session, (last, *forced), decides=True, draft_token_ids=forced)
+            holds = self.holds_states(1 + len(forced))
+            return ScheduledSequence(session, (last, *forced), decides=True, draft_token_ids=forced, holds_states=holds)
         self._progress.take_round()
         drafts = asked if session.grammar is None else session.grammar.drafts(asked, len(forced))
         return ScheduledSequence(
@@ -90,4 +100,5 @@ class Feed:
             proposed_token_ids=() if asked.parents and not drafts.parents else asked.token_ids[: len(drafts.token_ids)],
             parents=drafts.parents,
             is_round=True,
+            holds_states=self.holds_states(1 + len(drafts.token_ids)),
         )

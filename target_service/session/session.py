@@ -366,8 +366,9 @@ class Session:
         """Apply the result of a step: drop the cache entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._opening.score(result.prompt_logprobs)
-        if not part.decides and result.hidden_states is not None:
-            self._on_states(result.hidden_states)
+        if not part.decides:
+            for states in result.hidden_states:
+                self._on_states(states)
         sequence, state = self.step_session.sequence, self.step_session.state
         if result.error is not None:
             self.fail(result.error)
@@ -423,9 +424,12 @@ class Session:
         self._owner.count_superseded(dropped)
         if self.on_committed is not None:
             self.on_committed()
-        states = () if result.hidden_states is None else (result.hidden_states,)
-        if states and part.is_prefill:
-            self._verdicts.add_states(states[0])
+        states = result.hidden_states
+        if part.holds_states and not (states or progress.is_multi_step or self.finish_reason):
+            progress.decode(progress.committed_len, 1)  # it was asked to end too late to send them
+        if part.is_prefill:
+            for block in states:
+                self._verdicts.add_states(block)
             states = ()
         self._verdicts.add(
             Verdict(

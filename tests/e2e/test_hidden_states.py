@@ -267,10 +267,10 @@ async def test_stop_tokens_and_a_conversation_with_a_name(model_settings, exact,
 async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, exact, plain, monkeypatch, transport):
     request = DraftClient.request
 
-    async def request_when_open(self, k):
+    async def request_when_open(self, k, **given):
         if self._opening is not None and self.has_proposed:
             await asyncio.wait((self._opening,))
-        return await request(self, k)
+        return await request(self, k, **given)
 
     monkeypatch.setattr(DraftClient, "request", request_when_open)
     prompt = make_prompt(3, 40)

@@ -44,6 +44,8 @@ class FakeDraftSession(FakeSession):
         #: Positions whose hidden states it was given, and those of the latest message.
         self.known_states = set()
         self.new_states = []
+        #: How many the first message had that had any.
+        self.num_states_first = 0
 
     async def advance(self, base_len, token_ids, num_draft_tokens, hidden_states=(), stream_tokens=0):
         assert not stream_tokens, "nothing that is told of this fake asks it to stream"
@@ -57,6 +59,7 @@ class FakeDraftSession(FakeSession):
             assert block == states_of(self.token_ids, block.start, block.end, layers)
             self.new_states += range(block.start, block.end)
         assert max(self.new_states, default=0) < len(self.token_ids)
+        self.num_states_first = self.num_states_first or len(self.new_states)
         self.known_states |= set(self.new_states)
         self.asked = num_draft_tokens or None
         self.wake.set()

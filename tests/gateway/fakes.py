@@ -212,9 +212,11 @@ class FakeSession:
 class FakeTarget(FakeBackend):
     """A target. ``info`` defaults to one of 64 tokens and a context of 512."""
 
-    def __init__(self, *, by_round=False, **kwargs):
+    def __init__(self, *, by_round=False, holds_states=True, **kwargs):
         super().__init__(**kwargs)
         self.by_round = by_round
+        #: Whether hidden states come with the end of multi-step decode; older targets send them with each verdict.
+        self.holds_states = holds_states
         self.model = self.model or target_info()
         #: Rounds in place of multi-step decode.
         self.num_early_rounds = 0
@@ -241,6 +243,8 @@ class FakeTargetSession(FakeSession):
         self.asked = self.early = self.waiting = None
         self.multi_step_until = self.multi_step_after = 0
         self.finished = False
+        #: The first position whose hidden states were not sent.
+        self.states_from = 0
         first = self.commit([])
         self.multi_step_from = len(self.token_ids)
         self.multi_step_until = self.multi_step_from + spec.multi_step_tokens
@@ -339,9 +343,10 @@ class FakeTargetSession(FakeSession):
         logprobs = sum((logprobs_of(token, params.logprobs) for token in out), ())
         states = ()
         if layers := self.spec.hidden_state_layers:
-            start = 0 if base == len(self.spec.token_ids) else base - 1
             end = len(self.token_ids) - 1
-            states = (states_of(self.token_ids, end - 1 if self.spec.last_hidden_state_only else start, end, layers),)
+            start = end - 1 if self.spec.last_hidden_state_only else self.states_from
+            if not (self.backend.holds_states and (self.num_left or reason)):
+                states, self.states_from = (states_of(self.token_ids, start, end, layers),), end
         return Verdict(
             self.spec.epoch,
             base,

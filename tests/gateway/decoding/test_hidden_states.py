@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.decoding.context import DecodingContext
+from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.loop import Decoding
 from gateway.placement.routing import HiddenStateSpec
 from specdec import hidden_state_buffer as state_buffer
@@ -51,8 +52,9 @@ async def test_every_row_comes_once_with_its_tokens(quality, temperature):
     assert_all_closed(target, draft)
 
 
-async def test_states_wait_for_a_draft_that_is_late():
-    target, draft = FakeTarget(latency_s=0.001), reader(LateDraft, quality=1.0)
+@pytest.mark.parametrize("holds", [True, False])
+async def test_states_wait_for_a_draft_that_is_late(holds):
+    target, draft = FakeTarget(latency_s=0.001, holds_states=holds), reader(LateDraft, quality=1.0)
     run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=80))
     out = await run_with(run_, 20, draft.may_open.set)
     assert out == reference(PROMPT, run_.request.params)
@@ -62,8 +64,32 @@ async def test_states_wait_for_a_draft_that_is_late():
     assert draft.num_unready == 0
 
 
-async def test_only_the_newest_row_is_kept_where_that_is_enough():
-    target = FakeTarget(latency_s=0.001)
+async def test_a_gateway_of_an_earlier_release_gets_all_states(monkeypatch):
+    """It asks the draft at once, which has no states then, and again with the last token of multi-step decode."""
+    request = DraftClient.request
+    monkeypatch.setattr(DraftClient, "request", lambda self, k, **_: request(self, k))
+    target, draft = FakeTarget(latency_s=0.001), reader(LateDraft, quality=1.0)
+    run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=80))
+    out = await run_with(run_, 20, draft.may_open.set)
+    assert out == reference(PROMPT, run_.request.params)
+    (session,) = draft.sessions
+    assert session.known_states == set(range(len(session.token_ids) - 1))
+    assert draft.num_unready <= 2
+    assert run_.metrics.num_accepted_draft_tokens > 20
+
+
+async def test_after_a_plain_stretch_the_draft_gets_its_states_in_one_message():
+    target, draft = FakeTarget(latency_s=0.001), reader(LateDraft, quality=1.0)
+    run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=80))
+    await run_with(run_, 30, draft.may_open.set)
+    (session,) = draft.sessions
+    assert session.num_states_first >= 30 + len(PROMPT) - 1
+    assert draft.num_unready == 0
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_only_the_newest_row_is_kept_where_that_is_enough(holds):
+    target = FakeTarget(latency_s=0.001, holds_states=holds)
     draft = reader(LateDraft, quality=0.5, last_hidden_state_only=True)
     run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=60))
     out = await run_with(run_, 10, draft.may_open.set)
@@ -83,9 +109,10 @@ async def test_nothing_is_asked_for_where_nobody_reads_it(k, drafts):
     assert target.specs[0].hidden_state_layers == ()
 
 
-async def test_a_draft_that_was_lost_gets_what_came_since():
+@pytest.mark.parametrize("holds", [True, False])
+async def test_a_draft_that_was_lost_gets_what_came_since(holds):
     drafts = [reader(quality=1.0), reader(quality=1.0)]
-    target = FakeTarget(latency_s=0.0005)
+    target = FakeTarget(latency_s=0.0005, holds_states=holds)
     run_ = Decoding(context_of([target], drafts), request_of(2, max_tokens=80))
     out = await run_with(run_, 30, lambda: kill_used(drafts))
     assert out == reference(PROMPT, run_.request.params)
