@@ -32,8 +32,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import uvloop
-
 from benchmarks import command
 from benchmarks.pairs import pair
 from specdec.flags import Parser
@@ -267,7 +265,7 @@ def main() -> int:
     args = parser().parse_args()
     begun = time.monotonic()
     args.drafters = [name for name in args.drafters if name != "none"]
-    new = uvloop.run(measure(args, lambda cell: print(cell.show(), flush=True))) if args.drafters else []
+    new = asyncio.run(measure(args, lambda cell: print(cell.show(), flush=True))) if args.drafters else []
     old = read_cells(Path(args.json)) if args.json else []
     cells = list({cell.key: cell for cell in (*old, *new)}.values())
     if args.json:

@@ -8,6 +8,7 @@ gRPC. Beside it: the same round in one process.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
@@ -20,7 +21,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import psutil
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     console = Console()
-    results = uvloop.run(_follow_all(args))
+    results = asyncio.run(_follow_all(args))
     console.print(table_of(results))
     if args.json is not None:
         args.json.write_text(json.dumps({"rounds": [asdict(each) for each in results]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -115,12 +116,11 @@ def run(args: argparse.Namespace) -> int:
     pyplot = load_pyplot() if args.plot else None
     tune_environment()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
-    import uvloop  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
     # Where there is no terminal to ask, the tables get the width they need.
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    report = uvloop.run(_measure_server(args) if args.url else _measure_here(args))
+    report = asyncio.run(_measure_server(args) if args.url else _measure_here(args))
     from tandem.bench.chart import draw_report  # noqa: PLC0415
     from tandem.bench.report import print_report  # noqa: PLC0415
 
