@@ -123,10 +123,10 @@ async def test_pacing_is_told_when_a_draft_of_another_method_goes_on(
 ):
     request = DraftClient.request
 
-    async def request_when_open(self, k):
+    async def request_when_open(self, k, **more):
         if self._opening is not None and self.has_proposed:
             await asyncio.wait((self._opening,))
-        return await request(self, k)
+        return await request(self, k, **more)
 
     monkeypatch.setattr(DraftClient, "request", request_when_open)
     for draft in two_drafts:
