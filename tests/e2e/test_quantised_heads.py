@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gateway.text.tokenizer import TextTokenizer
-from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, ids_of, request_of
+from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, ids_of, request_of, wait_until
 from tests.engine.quantised.formats import FORMATS, REAL_FORMATS, rewritten
 
 HEAD = Path(f"{TARGET_MODEL}-eagle3")
@@ -33,12 +33,21 @@ def request(prompt, *, drafts=True):
     return made
 
 
+def has_first_layer(running, prompt):
+    """Whether states travel as what the layer makes of them. Those that came before are rounded in another way, and a
+    later prompt that begins alike would go on from them.
+    """
+    speculation = collect(running, request(prompt))[-1].speculation
+    return 0 < speculation.hidden_state_bytes == (192 + 4) * speculation.num_hidden_states
+
+
 def drafted(target, folder, prompts):
     """Greedy texts as token ids, how much of each was accepted, and the acceptance length. The folder alone says what
     its head is made for.
     """
     running = Stack.start([target], [draft_process("--target-model", TARGET_MODEL, model=str(folder))])
     try:
+        wait_until(lambda: has_first_layer(running, prompts[0][::-1]), 20, "the head's first layer at the target")
         answers = [collect(running, request(prompt)) for prompt in prompts]
     finally:
         running.close()
