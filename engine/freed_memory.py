@@ -46,3 +46,17 @@ def give_back_freed(num_bytes: int) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and num_bytes >= _SMALLEST_GIVEN_BACK:
         trim(0)
+
+
+class FreedParts:
+    """What is freed in parts, of which many are too small to be given back one by one."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count so many bytes; give the free parts of the heap back when they are a large layer's."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _SMALLEST_GIVEN_BACK:
+            give_back_freed(self._num_bytes)
+            self._num_bytes = 0

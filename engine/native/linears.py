@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.freed_memory import FreedParts
 from engine.grouped_weight import GroupedWeight
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.library import DTYPES, GROUPED, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
@@ -162,6 +163,7 @@ def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -
         del layers, matrices
         packed_weights: dict[int, PackedWeight] = {}
         done: dict[int, tuple[Any, NativeLinear]] = {}
+        freed = FreedParts()
         for parent, name in found:
             layer: Any = parent._modules[name]
             if id(layer) not in done:
@@ -172,6 +174,7 @@ def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -
                 layer.weight = layer.quantised = layer.grouped = (
                     None  # free it now; the layer may stand in another place too
                 )
+                freed.add(packed.packed.num_bytes)
                 done[id(layer)] = layer, packed
             parent._modules[name] = done[id(layer)][1].train(layer.training)
         if done:

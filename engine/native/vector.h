@@ -114,8 +114,17 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// (a > b) ? a : b and (a < b) ? a : b. GCC makes a mask and a blend of those: silu and rounding take 1.14 times as long.
+#if defined(__AVX512F__)
+inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Vec min(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
+inline Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 inline Vec max(Vec a, Vec b) { return (a > b) ? a : b; }
 inline Vec min(Vec a, Vec b) { return (a < b) ? a : b; }
+#endif
 
 // Halves combined pairwise: one fixed order for every caller.
 template <class Combine>

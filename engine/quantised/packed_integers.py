@@ -83,13 +83,16 @@ def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
 
 
 def read_experts(blocks: torch.Tensor, scales: torch.Tensor) -> list[GroupedWeight]:
-    """The weights of all experts in gpt-oss' own form, whose codes lie as they are kept."""
+    """The weights of all experts in gpt-oss' own form, whose codes stay where they are: in the file, until they are
+    packed.
+    """
     group = 2 * blocks.shape[-1]
     table = torch.tensor(_E2M1, dtype=torch.int8)
     shape = blocks.shape[1], group * blocks.shape[2]
+    factors = torch.exp2(scales.float() - 128)
     return [
-        GroupedWeight(*shape, group, own.flatten(1).clone(), torch.exp2(scale.float() - 128), table=table, rounds=False)
-        for own, scale in zip(blocks, scales, strict=True)
+        GroupedWeight(*shape, group, own.flatten(1), factor, table=table, rounds=False)
+        for own, factor in zip(blocks, factors, strict=True)
     ]
 
 

@@ -20,25 +20,9 @@ from specdec.methods import method_of
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads.conftest import Target
 from tests.engine.heads.mtp_targets import names_of, write_mtp_target
-from tests.engine.quantised.formats import FORMATS, REAL_FORMATS, Store, Stored
+from tests.engine.quantised.formats import FORMATS, REAL_FORMATS, Stored, rewritten
 
 _FORMATS = {**REAL_FORMATS, **FORMATS}
-_OTHERS = ("embed_tokens.weight", "markov", "emb.")
-
-
-def _rewritten(tensors: Stored, store: Store, begin: str = "") -> tuple[Stored, Stored, int]:
-    """Tensors with the layers of fitting sizes stored in another way, as numbers, and how many those layers are."""
-    stored, meant, count = dict(tensors), dict(tensors), 0
-    for name, weight in tensors.items():
-        fits = weight.dim() == 2 and weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
-        if not fits or not name.startswith(begin) or not name.endswith(".weight") or name.endswith(_OTHERS):
-            continue
-        parts, numbers = store(stored.pop(name).float())
-        prefix = name.removesuffix("weight")
-        stored |= {prefix + part: tensor.contiguous() for part, tensor in parts.items()}
-        meant[name] = numbers.bfloat16()
-        count += 1
-    return stored, meant, count
 
 
 def _equal(found: DraftHead, wanted: DraftHead) -> bool:
@@ -60,7 +44,7 @@ _HEADS: dict[str, Callable[[], tuple[dict[str, Any], Stored, int]]] = {
 def test_heads_are_those_of_the_decoded_weights(form: str, kind: str, tmp_path: Path, target: Target) -> None:
     config, tensors, least = _HEADS[kind]()
     quantization, store = _FORMATS[form]()
-    stored, meant, count = _rewritten(tensors, store)
+    stored, meant, count = rewritten(tensors, store)
     assert count >= least
     config["torch_dtype"] = "bfloat16"
     files.write_head_files(tmp_path / "plain", config, meant)
@@ -80,9 +64,9 @@ def test_prediction_layers(form: str, family: str, tmp_path: Path) -> None:
     for each in (folder, plain):
         write_mtp_target(each, family, vocab=96)
     quantization, store = _FORMATS[form]()
-    stored, meant, count = _rewritten(load_file(plain / "model.safetensors"), store, names_of(family)[1])
+    stored, meant, count = rewritten(load_file(plain / "model.safetensors"), store, names_of(family)[1])
     assert count >= 7
-    output, numbers, _ = _rewritten({"lm_head.weight": stored.pop("lm_head.weight")}, store)
+    output, numbers, _ = rewritten({"lm_head.weight": stored.pop("lm_head.weight")}, store)
     save_file(stored | output, folder / "model.safetensors", {"format": "pt"})
     save_file(meant | numbers, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -112,7 +96,7 @@ def test_what_is_not_read_is_refused_from_the_config(quantization: dict[str, Any
 
 def test_a_layer_that_lacks_a_tensor_is_named(tmp_path: Path, target: Target) -> None:
     quantization, store = _FORMATS["gptq"]()
-    stored, _, _ = _rewritten(files.eagle3_tensors(), store)
+    stored, _, _ = rewritten(files.eagle3_tensors(), store)
     del stored["midlayer.mlp.up_proj.scales"]
     files.write_head_files(tmp_path, files.eagle3_config(quantization_config=quantization), stored)
     with pytest.raises(ModelNotSupported, match=r"midlayer\.mlp\.up_proj in .* cannot be read as gptq: 'scales'"):

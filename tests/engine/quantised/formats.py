@@ -20,6 +20,8 @@ from specdec.settings import ModelSettings
 Stored = dict[str, torch.Tensor]
 #: From a weight to a layer's tensors and the weight they stand for.
 Store = Callable[[torch.Tensor], tuple[Stored, torch.Tensor]]
+#: Ends of the names of a head's weights that are no linear layer.
+_OTHERS = ("embed_tokens.weight", "markov", "emb.")
 
 
 def write(model: PreTrainedModel, folder: Path, quantization: dict[str, Any], store: Store) -> ModelSettings:
@@ -36,6 +38,21 @@ def write(model: PreTrainedModel, folder: Path, quantization: dict[str, Any], st
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
     return ModelSettings(model=str(folder), device="cpu", num_threads=1, block_size=4)
+
+
+def rewritten(tensors: Stored, store: Store, begin: str = "") -> tuple[Stored, Stored, int]:
+    """Tensors with the layers of fitting sizes stored in another way, as numbers, and how many those layers are."""
+    stored, meant, count = dict(tensors), dict(tensors), 0
+    for name, weight in tensors.items():
+        fits = weight.dim() == 2 and weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
+        if not fits or not name.startswith(begin) or not name.endswith(".weight") or name.endswith(_OTHERS):
+            continue
+        parts, numbers = store(stored.pop(name).float())
+        prefix = name.removesuffix("weight")
+        stored |= {prefix + part: tensor.contiguous() for part, tensor in parts.items()}
+        meant[name] = numbers.bfloat16()
+        count += 1
+    return stored, meant, count
 
 
 def compressed(bits: int, symmetric: bool, kind: str = "pack-quantized") -> tuple[dict[str, Any], Store]:
