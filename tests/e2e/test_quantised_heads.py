@@ -47,7 +47,7 @@ def drafted(target, folder, prompts):
     """
     running = Stack.start([target], [draft_process("--target-model", TARGET_MODEL, model=str(folder))])
     try:
-        wait_until(lambda: has_first_layer(running, prompts[0][::-1]), 20, "the head's first layer at the target")
+        wait_until(lambda: has_first_layer(running, prompts[0][::-1]), "the head's first layer at the target")
         answers = [collect(running, request(prompt)) for prompt in prompts]
     finally:
         running.close()
