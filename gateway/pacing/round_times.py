@@ -50,13 +50,17 @@ class RoundTimes:
         self.trial: Mode | None = None
         #: Nanoseconds in the latest window of each mode: of a plain token, of a round without drafted tokens.
         self._ns: dict[Mode, float] = {}
+        #: Tokens a nanosecond of session time in it.
+        self._speeds: dict[Mode, float] = {}
         #: The mode that was measured last.
         self._mode: Mode | None = None
         #: Times of rounds without drafted tokens over those of plain tokens.
         self._ratios: deque[float] = deque(maxlen=MEMORY)
         self._round_cost: float = FIRST_ROUND if nearest is None else nearest._round_cost
-        #: Session time since both modes were compared, and in this trial.
-        self._since_ns = self._tried_ns = 0
+        #: Time of sessions that may draft since both modes were compared; in this trial that and their tokens.
+        self._since_ns = self._tried_ns = self._num_tried = 0
+        #: Share of its time that the latest trial lost.
+        self.loss = 0.0
         #: Session time in the latest trial in which sessions took part; so many times as long is the pause.
         self._trial_ns: int = 0 if nearest is None else nearest._trial_ns
         self._pause: float = 0.0 if nearest is None else nearest._pause
@@ -73,22 +77,25 @@ class RoundTimes:
         return self._round_cost * (1.0 + TOKEN * k)
 
     def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> bool:
-        """One of ``num_sessions`` took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for
-        ``num_tokens`` plain ones; ``may_draft``: whether it takes part in trials. Return whether a window is over.
+        """One of ``num_sessions`` took ``cycle_ns`` for ``num_tokens`` tokens, those of a round with ``num_asked``
+        drafted tokens or plain ones; ``may_draft``: whether it takes part in trials. Return whether a window is over.
         """
         self._total_ns += cycle_ns
+        self._num_tokens += num_tokens
         self._num_verdicts += 1
         if num_asked:
             self._round_ns += cycle_ns
             self._num_rounds += 1.0 + TOKEN * num_asked
         else:
             self._num_plain += num_tokens
-        if self.trial is not None and may_draft:
-            self._tried_ns += cycle_ns
+        if may_draft:
+            self._since_ns += cycle_ns
+            if self.trial is not None:
+                self._tried_ns += cycle_ns
+                self._num_tried += num_tokens
         is_long = not self.is_measured or self._total_ns >= WINDOW_NS * num_sessions
         is_over = is_long and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
         if is_over:
-            self._since_ns += self._total_ns
             mode = self._measure()
             self._clear()
             self._try(mode)
@@ -106,6 +113,7 @@ class RoundTimes:
         else:
             return None
         self._ns[mode] = max(self._total_ns - others_ns, 0.5 * self._total_ns) / count
+        self._speeds[mode] = self._num_tokens / self._total_ns
         if self._mode not in (None, mode):
             self._ratios.append(self._ns[Mode.SPECULATIVE] / self._ns[Mode.PLAIN])
             self._round_cost = median(self._ratios)
@@ -122,14 +130,26 @@ class RoundTimes:
         if self.trial is not None:
             self._num_windows += 1
             if mode is self.trial or self._num_windows >= TRIAL_WINDOWS:
+                self.loss = self._lost(self.trial)
                 self.trial = None
                 self._since_ns = 0
                 self._trial_ns = self._tried_ns or self._trial_ns
         elif self._mode is not None and self._since_ns >= self._pause * self._trial_ns:
             self.trial = Mode.SPECULATIVE if self._mode is Mode.PLAIN else Mode.PLAIN
-            self._num_windows = self._tried_ns = 0
+            self._num_windows = self._tried_ns = self._num_tried = 0
+
+    def _lost(self, trial: Mode) -> float:
+        """How much less than all of a trial's time the other mode takes for the same tokens, as fast as it was in its
+        latest window; as a share. It contains drafts that are opened and steps that wait.
+
+        Embedded, sampled, 1.2 s windows, mean speed over plain decoding at 8 sessions 0.975 (24 windows), 0.953 where
+        the loss was what the better texts' acceptance promised and trials came in the time of all sessions.
+        """
+        other = Mode.PLAIN if trial is Mode.SPECULATIVE else Mode.SPECULATIVE
+        expected = self._speeds.get(other, 0.0) * self._tried_ns
+        return max(0.0, 1.0 - self._num_tried / expected) if expected else 0.0
 
     def _clear(self) -> None:
-        self._total_ns = self._round_ns = self._num_verdicts = self._num_plain = 0
+        self._total_ns = self._round_ns = self._num_verdicts = self._num_plain = self._num_tokens = 0
         #: Each counts more the more it asked for.
         self._num_rounds = 0.0

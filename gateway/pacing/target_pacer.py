@@ -108,11 +108,8 @@ class DrafterPacer:
             self.num_changes += 1
             if trial is not None and times.trial is None:
                 stats.num_trials[trial] += 1
-                if self.streams and trial is Mode.PLAIN:
-                    times.pause(1.0)  # streams come back a trip later
-                    return
-                speedup = max(self.speedups(TextAcceptance(), self.limit).values(), default=1.0)
-                times.pause(1.0 - speedup if trial is Mode.SPECULATIVE else 1.0 - 1.0 / speedup)
+                # Streams come back a trip later.
+                times.pause(1.0 if self.streams and trial is Mode.PLAIN else times.loss)
 
 
 class SessionPace:

@@ -139,3 +139,21 @@ def test_a_load_that_was_not_seen_is_like_the_nearest_one():
     assert other.trial is None, "no trial at once"
     record(other, 2.0, window_ms=4 * WINDOW_MS)
     assert other.trial is Mode.SPECULATIVE
+
+
+@pytest.mark.parametrize(("accepted", "loss"), [(0, 0.6), (1, 0.2), (4, 0.0)])
+def test_what_a_trial_loses_is_measured_in_its_tokens(accepted, loss):
+    times = started()
+    record(times, 5.0, num_asked=4, num_tokens=1 + accepted)
+    assert times.trial is None
+    assert times.loss == pytest.approx(loss, abs=0.01)
+
+
+def test_trials_may_lose_a_share_of_the_time_of_sessions_that_may_draft():
+    times = started()
+    rounds(times, 5.0)
+    times.pause(0.5)
+    record(times, 2.0, window_ms=100 * WINDOW_MS, may_draft=False)
+    assert times.trial is None
+    record(times, 2.0, window_ms=4 * WINDOW_MS)
+    assert times.trial is Mode.SPECULATIVE
