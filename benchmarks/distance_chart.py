@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,15 +25,16 @@ def draw(lines: Sequence[str], path: Path) -> None:
         series.setdefault(row["label"], []).append(row)
     pyplot = load_pyplot()
     with pyplot.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
-        for i, (label, rows) in enumerate(series.items()):
+        figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+        colors = pyplot.get_cmap("tab20").colors
+        for color, (label, rows) in zip(cycle(colors), series.items(), strict=False):
             rtts = [row["rtt_ms"] for row in rows]
             low, high = zip(*(map(float, row["quartiles"].split("–")) for row in rows), strict=True)
-            axes.plot(rtts, [row["speed"] for row in rows], f"C{i}o-", label=label, markersize=4)
-            axes.fill_between(rtts, low, high, color=f"C{i}", alpha=0.12, linewidth=0)
+            axes.plot(rtts, [row["speed"] for row in rows], "o-", color=color, label=label, markersize=4)
+            axes.fill_between(rtts, low, high, color=color, alpha=0.12, linewidth=0)
             if all("never_wait" in row and row["sessions"] == 1 for row in rows) and "lost" not in label:
                 simulated = [max(1.0, row["never_wait"], row["wait"]) for row in rows]
-                axes.plot(rtts, simulated, f"C{i}--", linewidth=0.9)
+                axes.plot(rtts, simulated, "--", color=color, linewidth=0.9)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log")
         ticks = sorted({row["rtt_ms"] for rows in series.values() for row in rows})
@@ -40,7 +42,7 @@ def draw(lines: Sequence[str], path: Path) -> None:
         axes.set_xlabel("round trip to the draft, ms; dashed: simulated")
         axes.set_ylabel("speed over plain decoding")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 
