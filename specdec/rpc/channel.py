@@ -51,6 +51,10 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+#: To a socket of this machine, where an attempt costs next to nothing. The gateway of ``tandem serve`` sees the draft
+#: 0.1 to 0.3 s before the ready line (10 of 10 starts; 7 of 10 with the pauses above): the first request is drafted.
+LOCAL_OPTIONS: Final = (("grpc.max_reconnect_backoff_ms", 100),)
+
 
 def open_channel(
     address: str,
@@ -69,7 +73,8 @@ def open_channel(
     if role and certificates is not None and certificates.tell_roles:
         host_name = role_name(role, host_name or address.rpartition(":")[0])
     names = {"grpc.ssl_target_name_override": host_name, "grpc.default_authority": host_name} if host_name else {}
-    ours = list((dict(CHANNEL_OPTIONS) | names | dict(options)).items())
-    if certificates is None or address.startswith("unix"):
+    local = dict(LOCAL_OPTIONS) if address.startswith("unix") else {}
+    ours = list((dict(CHANNEL_OPTIONS) | local | names | dict(options)).items())
+    if certificates is None or local:
         return grpc.aio.insecure_channel(address, options=ours)
     return grpc.aio.secure_channel(address, certificates.channel_credentials(), options=ours)
