@@ -27,7 +27,7 @@ TRIAL_WINDOWS: Final = 8
 PAUSE_GROWTH: Final = 4
 #: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
 ALLOWED_LOSS: Final = 0.01
-#: A change of mode has costs that no estimate knows: a trial counts as if it lost so much at least.
+#: A trial counts as if it lost so much at least: what a change of mode costs after it is not in what it lost.
 LEAST_LOSS: Final = 0.1
 #: Plain tokens whose time a round without drafted tokens takes, and what each drafted token adds to it, relatively:
 #: assumed where no round was measured. Measured 1.3 and 0.1 on the bundled pair, less on larger targets; optimistic,

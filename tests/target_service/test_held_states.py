@@ -20,7 +20,7 @@ PROMPT = make_prompt(5, 20)
 ROW_BYTES = H * len(LAYERS) * 2
 
 
-async def to_the_end(session, reader=None, verdict=None):
+async def to_the_end(session, reader=None):
     """The verdicts until the session waits for a request."""
     verdicts = []
     while not verdicts or verdicts[-1].num_multi_step_left:
@@ -137,11 +137,20 @@ async def test_a_round_in_place_of_a_token_brings_what_was_held(start_core, stoc
         await session.close()
 
 
-async def test_a_session_that_leaves_takes_them_along(start_core):
+async def test_a_session_that_leaves_takes_them_along(start_core, stock):  # noqa: F811
+    """The next one with its name has its own states alone."""
     async with start_core() as core:
         session = await core.open(make_spec(PROMPT, 200, hidden_state_layers=LAYERS))
         session.multi_step_decode(21, 150)
         await until(lambda: session.committed_len > 40)
+        await session.close()
+        assert session.step_session.held
+        session = await core.open(make_spec(PROMPT, 60, epoch=2, hidden_state_layers=LAYERS, cache_salt="another"))
+        reader = Reader(PROMPT, stock)
+        reader.take(session.first)
+        session.multi_step_decode(21, 10)
+        await to_the_end(session, reader)
+        reader.check()
         await session.close()
 
 
