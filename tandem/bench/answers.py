@@ -60,12 +60,13 @@ class TimedAnswer:
     @property
     def decode_rate(self) -> float | None:
         """Tokens per second from the first piece on; None where nothing follows it."""
-        return (self.num_tokens - self.pieces[0].num_tokens) / self.decode_s if self.num_rounds else None
+        return (self.num_tokens - self.pieces[0].num_tokens) / self.decode_s if len(self.pieces) > 1 else None
 
     @property
-    def num_rounds(self) -> int:
-        """Pieces after the first: one per round."""
-        return len(self.pieces) - 1
+    def num_steps(self) -> int | None:
+        """Steps of the target after the first token; a piece may hold several. None where the server tells none."""
+        accepted = self.speculation.get("num_accepted_draft_tokens")
+        return None if accepted is None else self.num_tokens - accepted - 1
 
     @property
     def gaps_s(self) -> list[float]:

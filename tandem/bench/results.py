@@ -67,8 +67,8 @@ class Measurement:
             if not answer.speculation:
                 self.num_tokens += answer.num_tokens
                 self.num_pieces += len(answer.pieces)
-            if answer.num_rounds:
-                self.round_s.append(answer.decode_s / answer.num_rounds)
+            if steps := answer.num_steps:
+                self.round_s.append(answer.decode_s / steps)
             if reason := answer.speculation.get("no_speculation_reason"):
                 self.no_speculation_reasons.add(reason)
             self._count(answer, 1)
@@ -151,7 +151,7 @@ class Measurement:
 
     @property
     def round_ms(self) -> float | None:
-        """Median duration of a round."""
+        """Median duration of a target's step with all that belongs to it, over answers."""
         return quantile(self.round_s, 0.5) * 1e3 if self.round_s else None
 
     def percentiles_ms(self, values: Sequence[float]) -> dict[str, float]:

@@ -48,7 +48,8 @@ def answer(*pieces: tuple[float, int], **speculation: object) -> TimedAnswer:
 
 def test_times_of_an_answer() -> None:
     seen = answer((0.5, 1), (1.5, 4), (2.0, 1))
-    assert (seen.ttft_s, seen.wall_s, seen.decode_s, seen.num_rounds) == (0.5, 2.0, 1.5, 2)
+    assert (seen.ttft_s, seen.wall_s, seen.decode_s, seen.num_steps) == (0.5, 2.0, 1.5, None)
+    assert answer((0.5, 1), (1.5, 4), (2.0, 3), num_accepted_draft_tokens=4).num_steps == 3, "a piece may hold several"
     assert seen.gaps_s == [1.0, 0.5]
     assert seen.itl_s == [0.25, 0.25, 0.25, 0.25, 0.5], "the wait for a piece is shared by its tokens"
     assert seen.text == "xxxxxx"
@@ -63,7 +64,7 @@ async def test_collecting_pieces() -> None:
 
     last = Piece(3.0, 0, "", {"num_spec_steps": 2}, num_tokens_in_all=9)
     collected = await collect(pieces(Piece(1.0, 2, "ab"), Piece(2.0, 1, "c"), last))
-    assert (collected.num_tokens, collected.num_rounds, collected.text) == (9, 1, "abc"), "usage alone is no round"
+    assert (collected.num_tokens, len(collected.pieces), collected.text) == (9, 2, "abc"), "usage alone is no piece"
     assert collected.speculation == {"num_spec_steps": 2}
     with pytest.raises(Unavailable, match="without a token"):
         await collect(pieces(Piece(1.0, 0, "")))
