@@ -17,6 +17,7 @@ from specdec.backoff import backoff_s
 from specdec.errors import Cancelled, InternalError, Overloaded, TandemError, Unavailable, text_of
 from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.rpc.session_stream import SessionStream
+from specdec.rpc.status import RETRY_AFTER_KEY, rebuild_error
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import generation_service_pb2 as pb
 
@@ -86,7 +87,11 @@ class AttachedDraft:
             if self._prediction is not None:
                 tasks.add(asyncio.create_task(self._follow(self._prediction, stream)))
             while True:
-                relayed = (await stream.receive()).relayed
+                message = await stream.receive()
+                if message.HasField("ended"):
+                    ended = message.ended
+                    raise rebuild_error(ended.code, ended.text, {RETRY_AFTER_KEY: str(ended.retry_after_s)})
+                relayed = message.relayed
                 number = relayed.session
                 if number not in calls and relayed.request.WhichOneof("kind") == "open":
                     calls[number] = RelayedCall(number, stream.post)

@@ -211,7 +211,8 @@ class Attachments:
             raise InvalidRequest("token needs 32 to 128 letters, digits, - or _, drawn at random", param="token")
         info = None if info is None else self._checked(info, caller)
         if name in self._open:
-            self._open[name][1].end(StaleSession("another call with this token has taken the place of this one"))
+            text = "another draft with this token has taken the place of this one; draw a token for each"
+            self._open[name][1].end(StaleSession(text))
         attachment, router = Attachment(info, send, end, partial(self._note, caller, end)), Router()
         self._open[name] = caller, attachment
         if info is not None:

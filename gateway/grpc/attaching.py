@@ -12,8 +12,8 @@ import grpc.aio
 from gateway.access.caller import current_caller
 from gateway.backends.attachments import MAX_ANSWER_BYTES, Attachments
 from specdec import codec
-from specdec.errors import InvalidRequest, Overloaded
-from specdec.rpc.call import Call
+from specdec.errors import InvalidRequest, Overloaded, TandemError, status_of, text_of
+from specdec.rpc.call import STATUS_S, Call
 from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.v1 import generation_service_pb2 as pb
@@ -55,8 +55,20 @@ async def serve_attachment(attachments: Attachments, call: Call) -> None:
             send(pb.AttachDraftResponse(attached=pb.Attached()))
             async for raw in messages:
                 attachment.take(pb.AttachDraftRequest.FromString(raw), len(raw))
+    except asyncio.CancelledError:
+        if call.end is not None:
+            await _say_why(call.end, writer)
+        raise
     finally:
         await writer.close()
+
+
+async def _say_why(end: TandemError, writer: StreamWriter[pb.AttachDraftResponse]) -> None:
+    """Tell the client before the call ends, and let it hang up: gRPC tells one whose write fails no status."""
+    retry_after_s = end.retry_after_s if isinstance(end, Overloaded) else 0.0
+    ended = pb.AttachmentEnded(code=status_of(end).grpc, text=text_of(end), retry_after_s=retry_after_s)
+    writer.post(pb.AttachDraftResponse(ended=ended))
+    await asyncio.sleep(STATUS_S)
 
 
 async def paced(call: Any) -> AsyncIterator[bytes]:

@@ -1075,6 +1075,7 @@ class AttachDraftResponse(_message.Message):
 
     ATTACHED_FIELD_NUMBER: _builtins.int
     RELAYED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """The attachment can be named."""
@@ -1083,17 +1084,24 @@ class AttachDraftResponse(_message.Message):
     def relayed(self) -> _draft_service_pb2.RelayedRequest:
         """What a session of the draft is asked, as on a stream of DraftService.Draft. Numbers are not used again."""
 
+    @_builtins.property
+    def ended(self) -> Global___AttachmentEnded:
+        """The gateway ends the call now; nothing follows. A client that hangs up at once misses nothing: the status of the
+        call is the same, but gRPC does not tell it where a write fails first.
+        """
+
     def __init__(
         self,
         *,
         attached: Global___Attached | None = ...,
         relayed: _draft_service_pb2.RelayedRequest | None = ...,
+        ended: Global___AttachmentEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "ended", b"ended", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "ended", b"ended", "kind", b"kind", "relayed", b"relayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["attached", "relayed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["attached", "relayed", "ended"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1115,3 +1123,33 @@ class Attached(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
+class AttachmentEnded(_message.Message):
+    """Why the gateway ends an attachment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Name of a gRPC status code: FAILED_PRECONDITION where another call with the same token has taken its place."""
+    text: _builtins.str
+    """The cause, for people."""
+    retry_after_s: _builtins.float
+    """Seconds after which the same draft may be taken again; 0: nothing is known of it."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        text: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "retry_after_s", b"retry_after_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachmentEnded: _TypeAlias = AttachmentEnded  # noqa: Y015

@@ -41,7 +41,8 @@ def test_waiting_wins_near_and_loses_far() -> None:
     assert round_speed(runs, 2.0, 4, 100.0) < stream_speed(runs, 2.0, 4, 100.0)
 
 
-#: A server and a client of one process over the line: the time of an exchange, and the bytes of many.
+#: A server and a client of one process over the line: the time of an exchange, and the bytes of many. A packet of
+#: another connection, which takes half a minute, holds up none of them.
 EXCHANGE = """
 import json, socket, threading, time
 from benchmarks import far_line
@@ -56,6 +57,11 @@ def echo():
 threading.Thread(target=echo, daemon=True).start()
 client = socket.create_connection((far_line.FAR, server.getsockname()[1]))
 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+other = socket.create_connection((far_line.FAR, server.getsockname()[1]))
+line.set(60_000.0, 0.0, 0.0, server.getsockname()[1])
+other.sendall(b"late")
+time.sleep(0.1)
+line.set(20.0, 0.0, float({loss}), server.getsockname()[1])
 times = []
 for i in range({num}):
     if times and times[-1] > {enough_s}:

@@ -181,6 +181,22 @@ def test_it_dials_again_after_the_gateway_was_lost(stack, prompts):
     process.stop()
 
 
+async def test_a_command_that_another_replaces_ends(stack, prompts):
+    """In the middle of drafting, and for good: two that take each other's place would do so for ever."""
+    token = new_token()
+    process = attach_process(stack, token, "--draft", DRAFT_MODEL).start()
+    requests = [attached(request_of(prompt, max_tokens=LONG), token) for prompt in prompts[:4]]
+    pieces = []
+    drafting = [asyncio.create_task(generate(stack, request, pieces=pieces)) for request in requests]
+    await until(lambda: len(pieces) > 40)
+    async with attachment(stack, silence, token=token) as (_, newer):
+        assert await asyncio.to_thread(process.wait, 60) == 1
+        assert "another draft with this token has taken the place of this one" in process.log[-1]
+        assert not any("trying again" in line for line in process.log)
+        assert not newer.ended.done()
+        await asyncio.gather(*drafting)
+
+
 def test_a_file_that_changes_is_predicted(stack, tmp_path):
     """An editor's buffer: later requests are drafted from what it holds then."""
     token, prompt, file = new_token(), "# the numbers from one to sixty, in words\n", tmp_path / "buffer.txt"
@@ -253,6 +269,8 @@ class Client:
         self.num_asked = 0
         #: The prompts that it was told.
         self.told = []
+        #: Why the gateway ends the call.
+        self.ended = asyncio.get_running_loop().create_future()
         self.writing = asyncio.Lock()
 
     async def send(self, session, **response):
@@ -266,6 +284,8 @@ class Client:
     async def run(self):
         lengths = {}
         while (message := await self.call.read()) is not grpc.aio.EOF:
+            if message.HasField("ended"):
+                self.ended.set_result(message.ended)
             request, session = message.relayed.request, message.relayed.session
             kind = request.WhichOneof("kind")
             if kind == "open":
@@ -278,10 +298,6 @@ class Client:
                 self.num_asked += request.advance.num_draft_tokens > 0
                 lengths[session] = request.advance.base_len + len(request.advance.token_ids)
                 await self.answers(self, session, request.advance, lengths[session])
-
-
-async def say_nothing(client, session, advance, length):
-    """What is asked goes unanswered."""
 
 
 @asynccontextmanager
@@ -314,10 +330,10 @@ async def described(stack, channel, metadata):
     return info
 
 
-async def generate(stack, request, key=None):
+async def generate(stack, request, key=None, pieces=None):
     """The pieces of a request, read while the client drafts in this process, and when they came."""
     metadata = (("authorization", f"Bearer {key}"),) if key else None
-    pieces, times = [], []
+    pieces, times = [] if pieces is None else pieces, []
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         async for piece in pb_grpc.GenerationServiceStub(channel).Generate(request, timeout=120, metadata=metadata):
             pieces.append(piece)
@@ -522,11 +538,13 @@ async def test_the_newest_of_two_with_one_token_drafts(keyed, prompts):
         assert await first.call.code() is grpc.StatusCode.FAILED_PRECONDITION
         await generate(keyed, attached(request, token), KEYS[1])
         assert (first.told, len(second.told) > 0) == ([], True)
-        second.answers = say_nothing  # gRPC gives INTERNAL to a client whose call ends while it writes
-        async with second.writing:
-            pass
-        async with attachment(keyed, wrong_tokens, token=token, key=KEYS[1]):
-            assert await second.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        request = request_of(prompts[0], max_tokens=LONG)
+        drafting = asyncio.create_task(generate(keyed, attached(request, token), KEYS[1]))
+        await until(lambda: len(second.told) > 1)
+        async with attachment(keyed, silence, token=token, key=KEYS[1]):
+            ended = await asyncio.wait_for(second.ended, 60)  # while it writes gRPC would tell it INTERNAL
+        assert (ended.code, "another draft with this token" in ended.text) == ("FAILED_PRECONDITION", True)
+        await drafting
 
 
 async def test_the_number_of_attachments_is_limited(keyed):
