@@ -19,9 +19,11 @@ from engine.grouped_weight import GroupedWeight
 from engine.native import amx, autotune
 from engine.native.library import NativeLibrary
 from engine.native.linears import NativeLinear, pack_linears, run_of
-from engine.native.rounded import GroupedLinear
+from engine.native.rounded import GroupedLinear, quantise_linears
 from specdec.compiler import find_compiler
+from tests.engine.native.conftest import make_model
 from tests.engine.native.grouped_weights import random_grouped
+from tests.engine.native.test_decoder import Runner
 
 #: Bits, group, with offsets; a group of 10**6 is all inputs.
 KINDS = [
@@ -87,7 +89,7 @@ def _bits(y: torch.Tensor) -> torch.Tensor:
 
 
 def _check(layer: NativeLinear, x: torch.Tensor, all_rows: list[int], emulator: ctypes.CDLL | None) -> None:
-    """As many first rows have the bits of the kernel without AMX."""
+    """As many first rows have the bits of the kernel without AMX; of 191 a thread multiplies 96, then 95."""
     _use(layer, 0)
     wanted = _bits(layer(x))
     _use(layer, 1)
@@ -103,7 +105,7 @@ def _check(layer: NativeLinear, x: torch.Tensor, all_rows: list[int], emulator: 
 def test_bits_are_those_of_the_kernel_without_amx(
     shape: tuple[int, int], kind: tuple[int, int, bool], emulator: ctypes.CDLL | None
 ) -> None:
-    _check(_random(shape, kind), torch.randn(130, shape[0]), [1, 5, 15, 16, 17, 33, 48, 96, 97, 130], emulator)
+    _check(_random(shape, kind), torch.randn(191, shape[0]), [1, 5, 15, 16, 17, 33, 48, 97, 191], emulator)
 
 
 @pytest.mark.parametrize("kind", [(8, 10**6, False), (4, 32, True)])
@@ -128,6 +130,26 @@ def test_sums_of_whole_numbers_are_exact(
     wanted = x.double() @ signs.decode().double().T
     assert wanted.abs().max() < 2**24
     assert torch.equal(layer(x.float()).double(), wanted)
+
+
+@pytest.mark.usefixtures("emulator", "allowed")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_decoder_has_the_same_logits(bits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Layers that are interleaved and, beside 4 bits, an output layer of 8; AMX from one row on, and never."""
+    ids, logits = torch.randint(91, (60,), generator=torch.Generator().manual_seed(1)), []
+    for fewest in (1, 0):
+        monkeypatch.setattr(amx, "measure", lambda *_: {})
+        monkeypatch.setattr(amx, "fewest_rows", lambda _, fewest=fewest: fewest)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(fewest)))
+        model = make_model("llama-tied-odd")
+        quantise_linears(model, bits)
+        runner = Runner(model)
+        assert runner.decoder.prefetch.amx_rows == fewest
+        table = runner.open(60)
+        logits.append(
+            torch.cat([runner.feed([(table, start, ids[start:end])])[0] for start, end in ((0, 41), (41, 60))])
+        )
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
