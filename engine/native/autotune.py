@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
-import torch
-
-from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary
+from engine.native import amx
+from engine.native.library import NativeLibrary
+from engine.native.weight_sweeps import WeightRun, WeightSweep
 from specdec.compiler import cache_folder, only_one, processor
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ DISTANCES: Final = (0, 4096, 8192, 16384)
 _ROWS: Final = (1, 5)
 #: Weights smaller than these stay in the caches next to the cores: nothing is measured, and nothing prefetched.
 _SMALLEST_BYTES: Final = 8 * 2**20
-#: Larger models are measured on their first weights.
-_MOST_BYTES: Final = 2**30
 SECONDS: Final = 0.4
 _MIN_ROUNDS: Final = 3
 #: What a distance must save to be preferred to none.
@@ -44,16 +42,6 @@ _MARGIN: Final = 0.02
 
 #: By distance: the shortest milliseconds of each of ``_ROWS``.
 Times: TypeAlias = dict[int, tuple[float, ...]]
-
-
-class WeightRun(NamedTuple):
-    """Panels of packed weights that lie one after another."""
-
-    address: int
-    num_panels: int
-    in_features: int
-    dtype: torch.dtype
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +53,13 @@ class Prefetch:
     several_rows: int = 0
     #: "measured" now, "cached" from an earlier load, or "default".
     source: str = "default"
+    #: Rows from which AMX multiplies grouped weights (:mod:`engine.native.amx`); 0: never.
+    amx_rows: int = 0
 
     def __str__(self) -> str:
         """For people."""
-        return f"prefetch {self.one_row} B for one row, {self.several_rows} B for several ({self.source})"
+        tiles = f"AMX from {self.amx_rows} rows on, " if self.amx_rows else ""
+        return f"{tiles}prefetch {self.one_row} B for one row, {self.several_rows} B for several ({self.source})"
 
     def distance(self, num_rows: int) -> int:
         """Bytes for a product of so many rows."""
@@ -78,18 +69,27 @@ class Prefetch:
 def choose_prefetch(
     library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int, mode: str = "cached"
 ) -> Prefetch:
-    """The fastest distance for a model with these weights.
+    """The fastest distance for a model with these weights, which are multiplied on AMX where that is faster.
 
     ``mode``: "cached" measures unless a choice is kept, "always" measures, "off" does not prefetch. One process
     measures at a time; the others wait for it and read its choice. A file that cannot be read is replaced; where none
     can be written, every load measures.
     """
-    num_bytes = _bytes_of_all(runs)
-    if mode == "off" or num_bytes < _SMALLEST_BYTES:
+    if mode == "off" or _bytes_of_all(runs) < _SMALLEST_BYTES:
         return Prefetch()
-    path = cache_folder() / f"autotune-{_key(library, runs, num_threads)}.json"
+    on_amx = amx.usable(library, runs, num_threads)
+    prefetch = _chosen(library, runs, on_amx, num_threads, mode)
+    amx.use(library, on_amx, prefetch.amx_rows)
+    return prefetch
+
+
+def _chosen(
+    library: NativeLibrary, runs: Sequence[WeightRun], on_amx: Sequence[WeightRun], num_threads: int, mode: str
+) -> Prefetch:
+    """What an earlier load kept, else what is measured now; ``on_amx`` are weights that AMX may multiply."""
+    path = cache_folder() / f"autotune-{_key(library, runs, bool(on_amx), num_threads)}.json"
     if mode == "cached" and (kept := _read(path)) is not None:
-        return Prefetch(kept[0], kept[1], "cached")
+        return kept
     with ExitStack() as stack:
         try:  # target and draft, started together, would measure each other
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,18 +97,21 @@ def choose_prefetch(
         except OSError as error:
             logger.warning("prefetching is measured while other processes may measure, too: %s", error)
         if mode == "cached" and (kept := _read(path)) is not None:  # another process was faster
-            return Prefetch(kept[0], kept[1], "cached")
-        return _measured(library, runs, num_threads, path)
+            return kept
+        return _measured(library, runs, on_amx, num_threads, path)
 
 
-def _measured(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int, path: Path) -> Prefetch:
+def _measured(
+    library: NativeLibrary, runs: Sequence[WeightRun], on_amx: Sequence[WeightRun], num_threads: int, path: Path
+) -> Prefetch:
     """Measure, choose, and keep the choice."""
     times = _measure(library, runs, num_threads)
-    chosen = [fastest({distance: found[i] for distance, found in times.items()}) for i in range(len(_ROWS))]
-    prefetch = Prefetch(chosen[0], chosen[1], "measured")
+    one, several = [fastest({distance: found[i] for distance, found in times.items()}) for i in range(len(_ROWS))]
+    on_amx_ms = amx.measure(library, on_amx, num_threads, several) if on_amx else {}
+    prefetch = Prefetch(one, several, "measured", amx.fewest_rows(on_amx_ms))
     logger.info("%d MB of weights: %s", _bytes_of_all(runs) >> 20, prefetch)
-    logger.debug("ms by distance: %s", times)
-    _write(path, chosen, times)
+    logger.debug("ms by distance: %s; by rows, without and with AMX: %s", times, on_amx_ms)
+    _write(path, prefetch, {"rows": _ROWS, "ms": times, "amx_ms": on_amx_ms})
     return prefetch
 
 
@@ -122,37 +125,17 @@ def _bytes_of_all(runs: Sequence[WeightRun]) -> int:
     return sum(run.num_bytes for run in runs)
 
 
-def _key(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int) -> str:
+def _key(library: NativeLibrary, runs: Sequence[WeightRun], on_amx: bool, num_threads: int) -> str:
     """A name for all that the choice depends on."""
     kernels = hashlib.sha256(library.path.read_bytes()).hexdigest()
     shapes = [(run.num_panels, run.in_features, str(run.dtype), run.num_bytes) for run in runs]
-    text = json.dumps([kernels, processor(), num_threads, DISTANCES, shapes])
+    text = json.dumps([kernels, processor(), num_threads, DISTANCES, shapes, on_amx])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int) -> Times:
     """Time products with all weights, one after another as in a pass, with each distance."""
-    measured, num_bytes = [], 0
-    for run in runs:
-        measured.append(run)
-        num_bytes += run.num_bytes
-        if num_bytes >= _MOST_BYTES:
-            break
-    dtype = torch.bfloat16 if runs[0].dtype == torch.bfloat16 else torch.float32
-    stride = max(run.in_features for run in measured) + 64
-    x = torch.full((max(_ROWS), stride), 0.01, dtype=dtype)
-    y = torch.empty(max(_ROWS), max(run.num_panels for run in measured) * library.panel, dtype=dtype)
-    x_at, y_at = x.data_ptr(), y.data_ptr()
-
-    def sweep(rows: int, distance: int) -> float:
-        start = time.perf_counter()
-        for address, num_panels, in_features, weight_dtype, _ in measured:
-            columns = num_panels * library.panel
-            weights = WEIGHT_DTYPES[weight_dtype], x_at, rows, stride, in_features, address, columns, None
-            if library.linear(DTYPES[dtype], *weights, y_at, columns, 1, distance, num_threads):
-                raise MemoryError("working memory for a linear layer")
-        return 1e3 * (time.perf_counter() - start)
-
+    sweep = WeightSweep(library, runs, num_threads, max(_ROWS)).ms
     sweep(1, 0)  # wakes the threads, maps the memory
     found: dict[int, list[tuple[float, ...]]] = {distance: [] for distance in DISTANCES}
     ends = time.perf_counter() + SECONDS
@@ -165,8 +148,8 @@ def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int
     }
 
 
-def _read(path: Path) -> list[int] | None:
-    """The distances kept in a file, None where there are none that can be used."""
+def _read(path: Path) -> Prefetch | None:
+    """The choice kept in a file, None where there is none that can be used."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -175,22 +158,25 @@ def _read(path: Path) -> list[int] | None:
         logger.warning("%s is measured again: %s", path, error)
         return None
     try:
-        kept = json.loads(text)["prefetch"]
+        found = json.loads(text)
+        kept, amx_rows = found["prefetch"], found["amx_rows"]
     except (ValueError, TypeError, KeyError):
-        kept = None
+        kept, amx_rows = None, 0
     if (
         not isinstance(kept, list)
         or len(kept) != len(_ROWS)
         or not all(type(d) is int and d in DISTANCES for d in kept)
+        or not (type(amx_rows) is int and amx_rows in (0, *amx.ROWS))
     ):
-        logger.warning("%s names no distances that can be chosen and is measured again", path)
+        logger.warning("%s names nothing that can be chosen and is measured again", path)
         return None
-    return kept
+    return Prefetch(kept[0], kept[1], "cached", amx_rows)
 
 
-def _write(path: Path, chosen: Sequence[int], times: Times) -> None:
+def _write(path: Path, chosen: Prefetch, times: Mapping[str, object]) -> None:
     """Keep a choice; a file that is there is replaced at once."""
-    text = json.dumps({"prefetch": chosen, "rows": _ROWS, "ms": times}, indent=1) + "\n"
+    kept = {"prefetch": [chosen.one_row, chosen.several_rows], "amx_rows": chosen.amx_rows}
+    text = json.dumps({**kept, **times}, indent=1) + "\n"
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="autotune-") as folder:
             made = Path(folder, path.name)

@@ -1,4 +1,5 @@
 // Products of grouped weights, and packing them.
+#include "amx.h"
 #include "gemm.h"
 #include "struct_table.h"
 
@@ -254,6 +255,13 @@ void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel 
   std::memset(sums, 0, size_t(rows) * kPanel * sizeof(float));
   for (long at = from; at < to; at += kDepth) {
     const long end = to < at + kDepth ? to : at + kDepth;
+#if defined(TANDEM_AMX)
+    if (header.amx_rows && rows >= header.amx_rows) {
+      one_group ? amx_product<true>(rows, a, lda, panel, at, end, sums)
+                : amx_product<false>(rows, a, lda, panel, at, end, sums);
+      continue;
+    }
+#endif
     const int tiles = (rows + kMostRows - 1) / kMostRows;
     for (int number = 0, first = 0; number < tiles; number++) {
       const int left = tiles - number, height = (rows - first + left - 1) / left;
@@ -290,7 +298,7 @@ GroupedHeader header_of(const GroupedSource& source) {
   header.inputs = Grouped::inputs(source.k);
   header.group = source.group > 0 && source.group < header.inputs ? source.group : header.inputs;
   header.chain = header.group % 64 == 0 ? 64 : header.group % 32 == 0 ? 32 : 16;
-  header.bits = source.bits;
+  header.bits = int16_t(source.bits);
   header.has_offsets = source.offsets != nullptr;
   header.order = source.order;
   header.codes_at = kPanel * (header.has_offsets ? 8 : 4);

@@ -43,7 +43,8 @@ struct GroupedHeader {
   float values[16];  // the same as real numbers
   int64_t inputs;  // padded
   int64_t group, block_bytes, codes_at, panel_bytes;
-  int32_t bits, chain;  // chain: inputs whose products are one whole number: 16, 32 or 64
+  int16_t bits, chain;  // chain: inputs whose products are one whole number: 16, 32 or 64
+  int32_t amx_rows;     // rows from which AMX multiplies it (amx.h); 0: never
   int32_t has_offsets, kind;
   const int32_t* order;  // [inputs before padding]: which activation each input is; null: itself
 };

@@ -90,6 +90,9 @@ class NativeLibrary:
         self.pack_grouped = lib.tandem_pack_grouped
         self.pack_grouped.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Int64, _Int64, _Int)
         self.pack_grouped.restype = None
+        self.ask_for_amx = lib.tandem_ask_for_amx
+        self.use_amx = lib.tandem_use_amx
+        self.use_amx.argtypes, self.use_amx.restype = (_Pointer, _Int64, _Int), None
         self.linear = lib.tandem_linear
         self.linear.argtypes = (
             *(_Int, _Int, _Pointer, _Int, _Int64, _Int64, _Pointer, _Int64),

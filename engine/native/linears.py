@@ -21,10 +21,11 @@ from torch import nn
 
 from engine.freed_memory import FreedParts
 from engine.grouped_weight import GroupedWeight
-from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
+from engine.native.autotune import Prefetch, choose_prefetch
 from engine.native.library import DTYPES, GROUPED, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
 from engine.native.model_structs import CGroupedSource
 from engine.native.rounded import GroupedLinear, Int8Linear, PackedLinear, places, plain_weight
+from engine.native.weight_sweeps import WeightRun
 
 logger = logging.getLogger(__name__)
 

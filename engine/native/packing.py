@@ -10,12 +10,13 @@ import torch
 
 from engine.freed_memory import give_back_freed
 from engine.mixers import Mixer
-from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
+from engine.native.autotune import Prefetch, choose_prefetch
 from engine.native.layer_parts import LayerParts, LinearGroup, Scale, norm_weight
 from engine.native.library import Memory, NativeLibrary
 from engine.native.linears import JoinedLinear, NativeLinear, PackedWeight, group_bytes, pack_group, run_of
 from engine.native.mixer import mixer_fields
 from engine.native.model_structs import CLayer, CLinear, CMixer
+from engine.native.weight_sweeps import WeightRun
 
 T = TypeVar("T")
 

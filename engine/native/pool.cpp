@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "amx.h"
+
 #include <sched.h>
 #include <stdlib.h>
 #include <time.h>
@@ -165,6 +167,7 @@ void Pool::work(Worker& worker) {
     if (!entered) continue;  // that pass is over
     Team team(this, id, size, false);
     invoke_(body_, team);
+    release_amx();
     team.barrier();
     inside_.fetch_sub(1, std::memory_order_release);
   }
@@ -173,7 +176,10 @@ void Pool::work(Worker& worker) {
 void Pool::start(int threads, Invoke invoke, void* body) {
   const int size = threads > 1 ? grow(threads) : 1;
   Team team(this, 0, size, true);
-  if (size == 1) return invoke(body, team);
+  if (size == 1) {
+    invoke(body, team);
+    return release_amx();
+  }
   invoke_ = invoke;
   body_ = body;
   meeting_.store(1 << 16, std::memory_order_relaxed);
@@ -183,6 +189,7 @@ void Pool::start(int threads, Invoke invoke, void* body) {
   leave_core_of_caller(size - 1);
   started_.set(number);
   invoke(body, team);
+  release_amx();
   team.barrier();
   inside_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
   for (int i = 0; inside_.load(std::memory_order_acquire) & (kOpen - 1); i++) {

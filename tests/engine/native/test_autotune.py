@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.native import autotune
-from engine.native.autotune import DISTANCES, Prefetch, WeightRun, choose_prefetch, fastest
+from engine.native.autotune import DISTANCES, Prefetch, choose_prefetch, fastest
 from engine.native.library import WEIGHT_DTYPES, Memory, NativeLibrary
+from engine.native.weight_sweeps import WeightRun
 from specdec.compiler import cache_folder, only_one
 
 _IN_FEATURES = 320
@@ -47,7 +48,7 @@ def test_a_choice_is_measured_once_and_kept(library: NativeLibrary, dtype: torch
     assert [int(distance) for distance in kept["ms"]] == list(DISTANCES)
     assert all(0 < ms < 1000 for times in kept["ms"].values() for ms in times)
 
-    file.write_text(json.dumps({"prefetch": [0, 16384]}))  # what no measurement decides
+    file.write_text(json.dumps({"prefetch": [0, 16384], "amx_rows": 0}))  # what no measurement decides
     assert choose_prefetch(library, [run], 2) == Prefetch(0, 16384, "cached")
     assert choose_prefetch(library, [run], 2, "always").source == "measured"
     assert json.loads(file.read_text())["ms"]
@@ -89,7 +90,11 @@ def test_small_weights_and_off_measure_nothing(library: NativeLibrary) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b'{"prefetch": 0}', b'{"prefetch": [0, 77]}', b'{"prefetch": [0, false]}', b'{"a": 0}', b"\xff"],
+    [
+        *(b"", b"[]", b'{"a": 0}', b'{"prefetch": [0, 0]}', b"\xff"),
+        *(b'{"prefetch": 0, "amx_rows": 0}', b'{"prefetch": [0, 77], "amx_rows": 0}'),
+        *(b'{"prefetch": [0, false], "amx_rows": 0}', b'{"prefetch": [0, 0], "amx_rows": 3}'),
+    ],
 )
 def test_a_broken_file_is_replaced(library: NativeLibrary, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     memory, run = _weights(library, 9 << 20)

@@ -14,6 +14,7 @@ from engine.grouped_weight import GroupedWeight
 from engine.native.autotune import DISTANCES, Prefetch
 from engine.native.linears import NativeLinear, pack_linears
 from engine.native.rounded import GroupedLinear, Int8Linear, quantise_linears
+from tests.engine.native.grouped_weights import random_grouped
 
 Rounding = None | str | tuple[int, int, bool]
 #: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike, and more than
@@ -55,30 +56,12 @@ def _pack(
     if weights == "int8":
         assert quantise_linears(model) == 1
     elif isinstance(weights, tuple):
-        grouped = _random_grouped(shape, *weights, generator=generator)
+        grouped = random_grouped(shape, *weights, generator=generator)
         model[0] = GroupedLinear(grouped, dtype, plain.bias)
     before = copy.deepcopy(model[0])
     assert pack_linears(model, num_threads) == 1
     assert isinstance(model[0], NativeLinear)
     return before, model[0]
-
-
-def _random_grouped(
-    shape: tuple[int, int], bits: int, group: int, has_offsets: bool, *, generator: torch.Generator
-) -> GroupedWeight:
-    """Every code there is, from a table without order; scales and offsets of either sign."""
-    k, n = shape
-    group = min(group, -(-k // 16) * 16)
-    size = (n, -(-k // group))
-    scales = torch.randn(size, generator=generator) / k**0.5 / 64
-    offsets = torch.randn(size, generator=generator) / k**0.5 if has_offsets else None
-    if bits == 8:
-        codes = torch.randint(-128, 128, (n, k), generator=generator)
-        return GroupedWeight.of_codes(codes, scales, group, offsets=offsets)
-    table = torch.tensor([-128, 127, 0, 1, -1, 2, 90, -90, 5, -77, 44, 3, -3, 66, -50, 17], dtype=torch.int8)
-    codes = torch.randint(0, 16, (n, k), generator=generator)
-    order = torch.randperm(k, generator=generator) if group == 128 else None
-    return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table, order=order)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +105,7 @@ def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype,
 def test_decoded_weights_are_multiplied_as_plain_ones(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(shape[0])
     bits, group = (8, 32) if kind in {"8 bits", "e4m3"} else (4, 128 if kind == "ordered" else 64)
-    grouped = _random_grouped(shape, bits, group, kind == "offsets", generator=generator)
+    grouped = random_grouped(shape, bits, group, kind == "offsets", generator=generator)
     if kind == "real":
         grouped = replace(grouped, table=torch.randn(16, generator=generator))
     elif kind == "e4m3":  # but the two that are no numbers
