@@ -37,9 +37,8 @@ class TargetSession(Protocol):
         """The verdict of prefilling: the first token."""
         ...
 
-    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
-        """Ask for a round: verify the proposal (one without tokens is a plain step). Then decode in multi-step, up to
-        ``multi_step_tokens`` tokens after the committed ones, those of the round included.
+    def offer(self, proposal: Proposal) -> None:
+        """Ask for a round: verify the proposal (one without tokens is a plain step). The target waits for what follows.
 
         The round starts at once if the proposal continues the committed tokens. At most one round runs at a time.
 

@@ -92,14 +92,10 @@ class GrpcTargetSession:
             self.draft = None
         self.first = await self.receive()
 
-    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
+    def offer(self, proposal: Proposal) -> None:
         """Ask for a round."""
-        message = pb.Round(
-            epoch=self._epoch,
-            committed_len=proposal.base_len,
-            proposal=codec.encode_proposal(proposal),
-            multi_step_tokens=multi_step_tokens,
-        )
+        proposed = codec.encode_proposal(proposal)
+        message = pb.Round(epoch=self._epoch, committed_len=proposal.base_len, proposal=proposed)
         self._stream.post(pb.VerifyRequest(round=message))
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:

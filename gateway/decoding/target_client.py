@@ -149,25 +149,20 @@ class TargetClient:
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
             return await self._opener.open_draft(opening, relay)
 
-    def start(self, round_: RoundRequest, multi_step_tokens: int = 0) -> None:
-        """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
+    def start(self, round_: RoundRequest) -> None:
+        """Ask for a round whose proposal fits the committed tokens.
 
         While multi-step decode continues, the target takes what is left of it, or drops it.
 
         Raises:
             InvalidRequest: the target cannot verify it.
         """
-        length = len(self._state)
-        proposal = replace(round_.proposal, epoch=self._epoch, base_len=length)
-        self._open_session.offer(proposal, multi_step_tokens)
-        end = length + multi_step_tokens if multi_step_tokens else 0
-        if multi_step_tokens:
-            self._is_ending = False
+        proposal = replace(round_.proposal, epoch=self._epoch, base_len=len(self._state))
+        self._open_session.offer(proposal)
         if self.num_multi_step_left:
             self._early.append(replace(round_, proposal=proposal))
-            self._multi_step_end = max(self._multi_step_end, end)
         else:
-            self.round, self._multi_step_end = round_, end
+            self.round, self._multi_step_end = round_, 0
 
     def multi_step_decode(self, num_tokens: int) -> None:
         """Have the target decode so many more tokens without proposals."""

@@ -54,11 +54,6 @@ class LookupPacer:
         self._cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         self._step = timings
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the latest step had one session: then a round costs least if the target waits for it."""
-        return self._step.batch_sessions <= 1
-
     def row_prices(self, num_tokens: int) -> Iterator[float]:
         """Plain tokens that all sessions lose by the rows of 0, 1, … ``num_tokens`` drafted tokens, increasing; each
         takes microseconds.
@@ -169,8 +164,8 @@ class LookupPace:
         self._num_passed, self._pause = 0, min(2 * self._pause, MAX_PAUSE)
         return True
 
-    def num_draft_tokens(self, match: Match, speedup: float) -> tuple[int, bool]:
-        """How many tokens of a match to draft, zero included, and whether the target is to wait for the next round.
+    def num_draft_tokens(self, match: Match, speedup: float) -> int:
+        """How many tokens of a match to draft, zero included.
 
         ``speedup``: speed over plain decoding of the draft's rounds, which this one takes the place of; 1: none are.
         """
@@ -178,12 +173,12 @@ class LookupPace:
         self._match = match
         count, target, times = len(match.token_ids), self._pacer.target, self._pacer.times
         if self._is_fixed:
-            return count, True
+            return count
         survival, following = self._acceptance.rates(match.length)
         best, gain, saved, tokens = 0, 0.0, 0.0, 1.0
         most = 1.0 + survival / max(1.0 - following, 1.0 / count)  # no length brings more
         if most <= speedup * (1.0 + times.price):
-            return 0, False
+            return 0
         for num_tokens, rows in enumerate(target.row_prices(count)):
             cost = speedup * (1.0 + times.price + rows)
             if tokens - cost > gain:
@@ -196,7 +191,7 @@ class LookupPace:
             self._pause = 1
             self._num_rounds += 1
             self._saved += saved
-        return best, target.is_alone
+        return best
 
     def leave(self) -> None:
         """The session is over. Idempotent."""

@@ -51,7 +51,7 @@ class EngineSession:
         self._answers = self._read()
         self.opened = TargetOpened(spec.epoch, DEFAULT_RULE)
 
-    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
+    def offer(self, proposal: Proposal) -> None:
         """Drop the proposal: the engine drafts by itself."""
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:

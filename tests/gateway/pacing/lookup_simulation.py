@@ -50,7 +50,7 @@ class Client:
     at_target: int = 0
     at_gateway: int = 0
     #: A round on its way or at the target: where it begins and how many of its tokens are drafted.
-    round: tuple[int, int, bool] | None = None
+    round: tuple[int, int] | None = None
     arrived: bool = False
     decodes: bool = True
 
@@ -104,11 +104,11 @@ class Simulation:
             return
         self.is_running, drafted, begins = True, [], []
         for client in batch:
-            begin, num_tokens, waits = client.round if client.arrived and client.round else (0, 0, False)
+            begin, num_tokens = client.round if client.arrived and client.round else (0, 0)
             begins.append(begin)
             drafted.append(max(0, min(begin + num_tokens, self.world.tokens - 1) - client.at_target))
             if client.arrived:
-                client.arrived, client.decodes = False, not waits
+                client.arrived = client.decodes = False
         rows = len(batch) + sum(drafted)
         ms = self.world.step(rows) * self.world.slowness(self.now) * self.random.lognormvariate(0.0, self.world.noise)
         timings = RoundTimings(forward_ns=int(ms * MS), batch_sessions=len(batch), batch_rows=rows)
@@ -146,7 +146,7 @@ class Simulation:
             self.at(self.now + self.world.network, self.step)
             return
         if client.round is not None:
-            first, drafted, _ = client.round
+            first, drafted = client.round
             right = client.matches[first][0]
             if is_round or client.at_gateway >= first + min(drafted, right):
                 client.round = None
@@ -168,12 +168,12 @@ class Simulation:
         found = [first + i if i < num_right else WRONG for i in range(min(FOUND, self.world.tokens - first - 1))]
         if not found:
             return False
-        num_tokens, waits = client.pace.num_draft_tokens(Match(tuple(found), length), 1.0)
+        num_tokens = client.pace.num_draft_tokens(Match(tuple(found), length), 1.0)
         if not num_tokens:
             return False
         self.num_rounds += 1
         self.gateway_free += self.world.round
-        client.round = first, num_tokens, waits
+        client.round = first, num_tokens
         self.at(self.gateway_free + self.world.network, lambda: self.arrive(client))
         return True
 
@@ -185,7 +185,7 @@ class Simulation:
         """A round reaches the target: it takes the place of the next token, unless another text was decoded."""
         if client.round is None or client.at_target >= self.world.tokens:
             return
-        first, _, _ = client.round
+        first, _ = client.round
         if client.at_target - first <= client.matches[first][0]:
             client.arrived = True
             self.step()

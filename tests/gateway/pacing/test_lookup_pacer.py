@@ -35,7 +35,7 @@ def steps(pacer, sessions, *, row_ms, fixed_ms=1.0, count=200):
 
 def show(pace, *, right, length, num_tokens=8):
     """A match is found, and so many of its tokens are what comes next; what the pace would have drafted."""
-    num_drafted, _ = pace.num_draft_tokens(Match((5,) * num_tokens, length), 1.0)
+    num_drafted = pace.num_draft_tokens(Match((5,) * num_tokens, length), 1.0)
     pace.record(Verdict(1, 10, (*(5,) * right, 6)), 0)
     return num_drafted
 
@@ -204,7 +204,7 @@ def test_one_step_that_was_short_ends_no_lookups():
             show(pace, right=8, length=9)
         pacer.record(plain_step(1, ms))
         assert list(pacer.row_prices(8)) == sorted(pacer.row_prices(8))
-        assert pace.num_draft_tokens(Match((5,) * 8, 9), 1.0)[0] == 8
+        assert pace.num_draft_tokens(Match((5,) * 8, 9), 1.0) == 8
 
 
 def test_matches_that_were_never_wrong_at_any_length_are_drafted():
@@ -215,7 +215,7 @@ def test_matches_that_were_never_wrong_at_any_length_are_drafted():
         for _ in range(100):
             pacer.method().acceptance.observe(length, 31, 31)
     assert pacer.method().acceptance.rates(63)[1] == 1.0
-    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 31, 63), 1.0)[0] == 31
+    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 31, 63), 1.0) == 31
 
 
 def test_methods_are_measured_apart():
@@ -228,17 +228,8 @@ def test_methods_are_measured_apart():
     assert show(LookupPace(pacer, ("suffix",)), right=8, length=3) == 8
 
 
-@pytest.mark.parametrize("sessions", [1, 8])
-def test_the_target_waits_for_the_next_round_of_a_session_alone(sessions):
-    pacer = LookupPacer()
-    steps(pacer, sessions, row_ms=0.01)
-    pacer.method().acceptance.observe(20, 8, 8)
-    _, waits = LookupPace(pacer).num_draft_tokens(Match((5,) * 8, 20), 1.0)
-    assert waits is (sessions == 1)
-
-
 def test_a_fixed_length_is_what_was_found():
-    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1), 1.0) == (3, True)
+    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1), 1.0) == 3
 
 
 def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
@@ -253,7 +244,7 @@ def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
     while at < len(text):
         state.ingest(state.num_pending)
         match = lookup.look_up(state, 32) if pace.looks_up() else Match()
-        count, _ = pace.num_draft_tokens(match, told or speedup) if match.token_ids else (0, False)
+        count = pace.num_draft_tokens(match, told or speedup) if match.token_ids else 0
         pairs = zip(match.token_ids[:count], text[at:], strict=False)
         num_right = next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), count)
         committed = tuple(text[at : at + (num_right + 1 if count or speedup == 1.0 else 3)])
