@@ -11,7 +11,7 @@ from engine.native import library
 from specdec.compiler import compile_folder
 
 #: What the verifier is linked with.
-PARTS = ("memory", "pool", "sampling", "sampling_edits", "sampling_q")
+PARTS = ("amx", "memory", "pool", "sampling", "sampling_edits", "sampling_q")
 
 #: By name: a whole expression or statement of ``sampling_verify.cpp``, and what takes its place.
 CHAIN_BUGS = {
