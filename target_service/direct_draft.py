@@ -152,7 +152,7 @@ class DirectDraft:
         session = self._session
         if session.finish_reason is not None:
             return
-        self._times.add_step(session.step_ns)
+        self._times.add_step(session.step_ns, session.step_sessions)
         if self._is_streaming:
             self._stream_on()
             return

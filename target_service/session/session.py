@@ -90,8 +90,8 @@ class Session:
         self.num_preemptions = 0
         #: Called when tokens were committed.
         self.on_committed: Callable[[], None] | None = None
-        #: Nanoseconds of the latest step that committed any.
-        self.step_ns = 0
+        #: Nanoseconds of the latest step that committed any, and its sessions.
+        self.step_ns = self.step_sessions = 0
         #: When a draft's next chain should come; 0: none is waited for.
         self.due_ns = 0
         #: What the verdict of the round that is asked for tells of its proposal.
@@ -415,6 +415,7 @@ class Session:
         self._next_verdict_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
         self.step_ns = step.timings.forward_ns + step.timings.verify_ns
+        self.step_sessions = step.timings.batch_sessions
         drafted, self.drafted = self.drafted if part.is_round else None, None
         if not part.is_round:
             # Of a stream every step is a round, that of no tokens included: so pacing sees what the stream is worth.

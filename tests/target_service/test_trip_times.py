@@ -7,10 +7,10 @@ import pytest
 from target_service.trip_times import HELD_UP, LEAST, MEMORY, TripTimes
 
 
-def times_of(trip_ns: int, step_ns: int, count: int = LEAST) -> TripTimes:
+def times_of(trip_ns: int, step_ns: int, count: int = LEAST, num_sessions: int = 1) -> TripTimes:
     times = TripTimes()
     for _ in range(count):
-        times.add_step(step_ns)
+        times.add_step(step_ns, num_sessions)
         times.add_trip(trip_ns)
     return times
 
@@ -21,6 +21,12 @@ def times_of(trip_ns: int, step_ns: int, count: int = LEAST) -> TripTimes:
 def test_a_trip_is_compared_with_a_step(trip_ns: int, is_far: bool, num_steps: int) -> None:
     times = times_of(trip_ns, 1000)
     assert (times.is_far, times.num_steps) == (is_far, num_steps)
+
+
+@pytest.mark.parametrize(("num_sessions", "is_far"), [(1, False), (2, True), (8, True)])
+def test_sessions_that_share_steps_stream_from_a_shorter_trip_on(num_sessions: int, is_far: bool) -> None:
+    assert times_of(150, 1000, num_sessions=num_sessions).is_far is is_far
+    assert not times_of(90, 1000, num_sessions=num_sessions).is_far
 
 
 def test_a_single_slow_trip_decides_nothing() -> None:
@@ -40,7 +46,7 @@ def test_between_the_two_shares_it_stays_what_it_is() -> None:
 
 def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
     times = TripTimes(is_far=True)
-    times.add_step(1000)
+    times.add_step(1000, 1)
     for _ in range(LEAST - 1):
         times.add_trip(10)
     assert times.is_far
@@ -51,7 +57,7 @@ def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
 def test_a_draft_on_this_machine_is_never_far() -> None:
     times = TripTimes(is_fixed=True)
     for _ in range(MEMORY):
-        times.add_step(1)
+        times.add_step(1, 1)
         times.add_trip(10**9)
     assert not times.is_far
 
