@@ -16,7 +16,7 @@ def stream_speed(runs: Sequence[int], rtt: float, k: int, draft_rate: float, jit
     ``runs``: measured numbers of drafted tokens that were right before one was wrong; they are drawn anew. The draft
     writes a chain, ``draft_rate`` tokens a step, and begins another one when it hears of a wrong token, half a round
     trip after the step. A step verifies what has arrived when it begins, ``k`` tokens at most, and commits one more
-    than are right. ``jitter``: of each trip, relatively. (An alternative for the wrong token, hit 0.6: 1.12 of it.)
+    than are right. ``jitter``: of each trip, relatively.
     """
     rng = random.Random(0)
     now, length, begun = 0.0, 0, 0.0
