@@ -70,6 +70,7 @@ class SharedPace:
     """A session of a :class:`SharedPacer`."""
 
     speedup: Final = 1.0
+    is_settled: Final = False
 
     def __init__(self, target: SharedPacer, limit: int) -> None:
         self.k = 0
@@ -84,11 +85,17 @@ class SharedPace:
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, **_: object) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
+        if not num_asked:
+            self.record_plain(1, len(verdict.token_ids), now_ns)
+            return
         stats = self._target.stats
-        stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
+        stats.num_verdicts[Mode.SPECULATIVE] += 1
         stats.num_draft_tokens += num_asked
-        if num_asked:
-            self._target.observe(num_asked, verdict.num_accepted)
+        self._target.observe(num_asked, verdict.num_accepted)
+
+    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        self._target.stats.num_verdicts[Mode.PLAIN] += num_verdicts
 
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""

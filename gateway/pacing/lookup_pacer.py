@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from gateway.pacing.lookup_times import LookupTimes
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.scheduling.costs import StepCost
-from specdec.types import RoundTimings, Verdict
+from specdec.types import RoundTimings
 
 #: Verdicts between two lookups of a text in which nothing is worth a round, at most: copies that are worth rounds are
 #: longer.
@@ -45,9 +45,9 @@ class LookupPacer:
             self._methods[methods] = MethodPacer(self)
         return self._methods[methods]
 
-    def record(self, verdict: Verdict) -> None:
+    def record(self, timings: RoundTimings) -> None:
         """Learn what a step took; its sessions tell the same."""
-        timings, last = verdict.timings, self._step
+        last = self._step
         spent_ns = timings.forward_ns + timings.verify_ns
         if not timings.batch_rows or spent_ns == last.forward_ns + last.verify_ns:
             return
@@ -117,23 +117,48 @@ class LookupPace:
         self._pacer.num_sessions += 1
         pacer.add_sessions(1)
 
-    def record(self, verdict: Verdict, now_ns: int, *, is_plain: bool = True) -> None:
-        """A verdict arrived: compare it with the latest match. ``is_plain``: what is not looked up is decoded plainly,
-        so the time since the verdict before is that of plain tokens and of rounds that were looked up.
+    @property
+    def num_pauses(self) -> int:
+        """Verdicts after which nothing is looked up, from now on, if no window ends."""
+        if self._is_fixed:
+            return 0
+        if self._is_plain and self._pacer.times.is_off:
+            return MAX_PAUSE
+        return max(0, self._pause - self._num_passed - 1)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no window has ended since this session last recorded."""
+        times = self._pacer.times
+        return self._window == (times, times.number)
+
+    def record(
+        self,
+        token_ids: Sequence[int],
+        timings: RoundTimings,
+        now_ns: int,
+        *,
+        num_verdicts: int = 1,
+        is_plain: bool = True,
+    ) -> None:
+        """Tokens were committed, the last ones in a step that took these ``timings``: compare them with the latest
+        match. ``is_plain``: what is not looked up is decoded plainly, so the time since the record before is that of
+        plain tokens and of rounds that were looked up.
         """
         times = self._pacer.times
         if not times.is_off or not is_plain:
-            self._pacer.target.record(verdict)
-        self._record_time(times, len(verdict.token_ids), now_ns, is_plain=is_plain)
+            self._pacer.target.record(timings)
+        self._record_time(times, num_verdicts, len(token_ids), now_ns, is_plain=is_plain)
+        self._num_passed += num_verdicts
         if self._match is None:
             return
         expected = self._match.token_ids[self._num_right :]
-        for found, token in zip(expected, verdict.token_ids, strict=False):
+        for found, token in zip(expected, token_ids, strict=False):
             if found != token:
                 self._end_match(1)
                 return
             self._num_right += 1
-        if len(expected) <= len(verdict.token_ids):
+        if len(expected) <= len(token_ids):
             self._end_match()
 
     def _end_match(self, num_wrong: int = 0) -> None:
@@ -142,12 +167,15 @@ class LookupPace:
             self._acceptance.observe(self._match.length, self._num_right + num_wrong, self._num_right)
         self._match, self._num_right = None, 0
 
-    def _record_time(self, times: LookupTimes, num_tokens: int, now_ns: int, *, is_plain: bool) -> None:
+    def _record_time(
+        self, times: LookupTimes, num_verdicts: int, num_tokens: int, now_ns: int, *, is_plain: bool
+    ) -> None:
         last_ns, window = self._last_ns, self._window
         # What began in another window belongs to neither.
         if is_plain and last_ns is not None and window == (times, times.number):
             cycle_ns = now_ns - last_ns
-            times.record(self._pacer.num_sessions, cycle_ns, num_tokens, self._num_rounds, self._saved)
+            num_sessions, num_rounds = self._pacer.num_sessions, self._num_rounds
+            times.record(num_sessions, cycle_ns, num_tokens, num_rounds, self._saved, num_verdicts=num_verdicts)
         self._is_plain = is_plain
         self._last_ns, self._window = now_ns if is_plain else None, (times, times.number)
         self._num_rounds, self._saved = 0, 0.0
@@ -158,7 +186,6 @@ class LookupPace:
         """
         if self._is_fixed:
             return True
-        self._num_passed += 1
         if self._num_passed < self._pause or (self._is_plain and self._pacer.times.is_off):
             return False
         self._num_passed, self._pause = 0, min(2 * self._pause, MAX_PAUSE)

@@ -31,15 +31,24 @@ class Pace(Protocol):
         """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode in multi-step."""
         ...
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``k`` is 0 and stays it: nothing was learned, by any session, since this one last recorded."""
+        ...
+
     def record(
         self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
     ) -> None:
         """A verdict arrived.
 
-        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0 for
-        multi-step tokens. ``tree_depth``: of a tree, how many of its tokens might have been accepted; None for a chain.
-        ``is_stream``: a step beside a stream.
+        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0: none.
+        ``tree_depth``: of a tree, how many of its tokens might have been accepted; None for a chain. ``is_stream``: a
+        step beside a stream.
         """
+        ...
+
+    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+        """Verdicts that nothing was asked for between arrived, the last one at ``now_ns``."""
         ...
 
     def skip(self, now_ns: int) -> None:
@@ -78,9 +87,17 @@ class FixedPace:
         self.k = max(0, min(self._limit, num_remaining - 1))
         return self.k
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is drafted."""
+        return not self.k
+
     def record(
         self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
     ) -> None:
+        """Do nothing: nothing is learned."""
+
+    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
         """Do nothing: nothing is learned."""
 
     def skip(self, now_ns: int) -> None:

@@ -76,13 +76,23 @@ class RoundTimes:
         """Time of a round with ``k`` drafted tokens asked for, in plain tokens."""
         return self._round_cost * (1.0 + TOKEN * k)
 
-    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> bool:
-        """One of ``num_sessions`` took ``cycle_ns`` for ``num_tokens`` tokens, those of a round with ``num_asked``
-        drafted tokens or plain ones; ``may_draft``: whether it takes part in trials. Return whether a window is over.
+    def record(
+        self,
+        num_sessions: int,
+        cycle_ns: int,
+        num_tokens: int,
+        num_asked: int,
+        *,
+        may_draft: bool,
+        num_verdicts: int = 1,
+    ) -> bool:
+        """One of ``num_sessions`` took ``cycle_ns`` for verdicts with ``num_tokens`` tokens, those of a round with
+        ``num_asked`` drafted tokens or plain ones; ``may_draft``: whether it takes part in trials. Return whether a
+        window is over.
         """
         self._total_ns += cycle_ns
         self._num_tokens += num_tokens
-        self._num_verdicts += 1
+        self._num_verdicts += num_verdicts
         if num_asked:
             self._round_ns += cycle_ns
             self._num_rounds += 1.0 + TOKEN * num_asked

@@ -98,13 +98,15 @@ class DrafterPacer:
             return {limit: expected[-1] / times.round_cost(limit)}
         return {k: tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k}
 
-    def record(self, cycle_ns: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> None:
+    def record(self, cycle_ns: int, num_verdicts: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> None:
         """A session took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for ``num_tokens`` others."""
         times, stats = self.times, self.target.stats
         trial = times.trial
         if trial is not None and may_draft:
             stats.trial_s += cycle_ns / max(self.num_sessions, 1) / 1e9
-        if times.record(self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft):
+        if times.record(
+            self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft, num_verdicts=num_verdicts
+        ):
             self.num_changes += 1
             if trial is not None and times.trial is None:
                 stats.num_trials[trial] += 1
@@ -131,6 +133,8 @@ class SessionPace:
         self._is_known = False
         #: ``num_changes`` of the drafter when this session last chose.
         self._num_changes = -1
+        #: The same when it last recorded.
+        self._window = -1
         drafter.limit = max(limit, drafter.limit)
         drafter.num_sessions += 1
         drafter.target.num_sessions += 1
@@ -143,11 +147,16 @@ class SessionPace:
             self.k = self._choose(limit) if limit else 0
         return self.k
 
+    @property
+    def is_settled(self) -> bool:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        return not self.k and self._window == self._drafter.num_changes
+
     def record(
         self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
     ) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
-        drafter, num_tokens, stats = self._drafter, len(verdict.token_ids), self._drafter.target.stats
+        drafter = self._drafter
         if num_asked:
             drafter.streams = is_stream
             # Near the end of a request trees are low.
@@ -157,15 +166,25 @@ class SessionPace:
                 drafter.recent.append(self._acceptance)
             acceptance = drafter.streamed if is_stream else self._acceptance
             acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
+        self._record(1, len(verdict.token_ids), num_asked, now_ns)
+
+    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`. Where a window ended meanwhile, they belong to none."""
+        if num_verdicts > 1 and self._window != self._drafter.num_changes:
+            self._last_ns = None
+        self._record(num_verdicts, num_tokens, 0, now_ns)
+
+    def _record(self, num_verdicts: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
+        drafter, stats = self._drafter, self._drafter.target.stats
         if self._limit:
-            stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
+            stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += num_verdicts
             stats.num_draft_tokens += num_asked
         last_ns, self._last_ns = self._last_ns, now_ns
-        if last_ns is None or not num_tokens:
-            return
-        if self._limit:
-            stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
-        drafter.record(now_ns - last_ns, num_tokens, num_asked, may_draft=self._limit > 0)
+        if last_ns is not None and num_tokens:
+            if self._limit:
+                stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
+            drafter.record(now_ns - last_ns, num_verdicts, num_tokens, num_asked, may_draft=self._limit > 0)
+        self._window = drafter.num_changes
 
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""

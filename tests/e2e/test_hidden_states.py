@@ -146,8 +146,12 @@ class FicklePace(FixedPace):
             self.k *= self.num_asked % (self.num_rounds + 1) > 0
         return self.k
 
-    def record(self, verdict, num_asked, now_ns, **_):
-        self.num_plain += not num_asked
+    @property
+    def is_settled(self):
+        return False
+
+    def record_plain(self, num_verdicts, num_tokens, now_ns):
+        self.num_plain += num_verdicts
 
 
 @asynccontextmanager

@@ -84,6 +84,9 @@ async def test_verdicts_that_come_together_were_not_committed_together(monkeypat
         def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
             told.append(now_ns)
 
+        def record_plain(self, num_verdicts, num_tokens, now_ns):
+            told.append(now_ns)
+
     monkeypatch.setattr(FakeTargetSession, "receive", dated)
     monkeypatch.setattr(DecodingContext, "pace", lambda self, replica, limit, drafter="": Watched(limit))
     await run(DecodingContext(router, GatewaySettings()), request_of(4, max_tokens=20))

@@ -74,14 +74,14 @@ async def test_any_order_of_events(seed, lookup, temperature):
 
 
 class Witness(FixedPace):
-    """Notes the drafted tokens of the verdicts that are told as plain ones, and of those that count for nothing."""
+    """Notes the tokens of each verdict that is told as a plain one, and how many verdicts count for nothing."""
 
     def __init__(self):
         super().__init__(0)
         self.plain, self.num_skipped = [], 0
 
-    def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
-        self.plain.append(verdict.num_draft_tokens)
+    def record_plain(self, num_verdicts, num_tokens, now_ns):
+        self.plain.append(num_tokens / num_verdicts)
 
     def skip(self, now_ns):
         self.num_skipped += 1
@@ -92,7 +92,7 @@ async def test_rounds_that_were_looked_up_are_no_plain_decoding():
     context.pace = lambda *_: witness
     _, decoding = await run(context, request_of(6, max_tokens=100))
     assert decoding.metrics.num_spec_steps == witness.num_skipped > 5
-    assert not any(witness.plain)
+    assert set(witness.plain) == {1}
 
 
 @pytest.mark.parametrize("event", ["open", "verify", "multi_step"])

@@ -198,9 +198,16 @@ class ScriptedPace(FixedPace):
         self.k = max(0, min(wanted, self._limit, num_remaining - 1))
         return self.k
 
+    @property
+    def is_settled(self):
+        return False
+
     def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)
+
+    def record_plain(self, num_verdicts, num_tokens, now_ns):
+        self.asked.append(0)
 
     def leave(self):
         self.left += 1
@@ -221,6 +228,44 @@ async def test_text_does_not_depend_on_the_pace(seed, temperature):
     assert {num == 0 for num in pace.asked} == {True, False}
     assert target.faults.counts["verify"] > 1
     assert target.faults.counts["multi_step"] > 1
+
+
+async def test_plain_verdicts_that_change_nothing_are_told_together():
+    """And the draft is asked at the first verdict after pacing has learned something."""
+
+    class Settled(FixedPace):
+        """Plain until so many verdicts were told, then drafting, then plain again."""
+
+        told, num_rounds, unsettled = [], 0, False
+
+        @property
+        def is_settled(self):
+            return not self.k and not self.unsettled
+
+        def num_draft_tokens(self, num_remaining, now_ns):
+            is_due = self.unsettled and self.num_rounds < 3
+            self.k = max(0, min(self._limit, num_remaining - 1)) if is_due else 0
+            return self.k
+
+        def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
+            self.num_rounds += 1
+
+        def record_plain(self, num_verdicts, num_tokens, now_ns):
+            self.told.append((num_verdicts, num_tokens))
+            self.unsettled = sum(tokens for _, tokens in self.told) >= 20 and self.num_rounds < 3
+
+    target, draft = FakeTarget(latency_s=0.0001), FakeDraft(quality=1.0)
+    context = context_of([target], [draft])
+    pace = Settled(4)
+    context.pace = lambda *_: pace
+    out, decoding = await run(context, request_of(4, max_tokens=100))
+    assert out == reference(PROMPT, params(max_tokens=100))
+    assert pace.num_rounds >= 3
+    assert pace.told[0] == (1, 1)
+    assert (4, 4) in pace.told
+    assert all(verdicts == tokens <= 4 for verdicts, tokens in pace.told)
+    assert sum(tokens for _, tokens in pace.told) + decoding.metrics.num_accepted_draft_tokens + pace.num_rounds == 100
+    assert_all_closed(target, draft)
 
 
 async def test_a_session_moved_to_another_target_is_paced_there():

@@ -10,7 +10,7 @@ from itertools import count
 
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from specdec.lookup.base import Match
-from specdec.types import RoundTimings, Verdict
+from specdec.types import RoundTimings
 
 MS = 1_000_000
 #: Tokens that are found each time, and what a wrong one is.
@@ -137,7 +137,7 @@ class Simulation:
 
     def ingest(self, client: Client, num_tokens: int, timings: RoundTimings, *, is_round: bool) -> None:
         self.num_tokens += num_tokens
-        begin, tokens = client.at_gateway, tuple(range(client.at_gateway, client.at_gateway + num_tokens))
+        tokens = range(client.at_gateway, client.at_gateway + num_tokens)
         client.at_gateway += num_tokens
         if client.at_gateway >= self.world.tokens:
             if client.pace is not None:
@@ -152,7 +152,7 @@ class Simulation:
                 client.round = None
         if client.pace is None:
             return
-        client.pace.record(Verdict(1, begin, tokens, timings=timings), int(self.now * MS))
+        client.pace.record(tokens, timings, int(self.now * MS))
         if client.round is None and self.look_up(client):
             return
         if not client.decodes and client.round is None:  # the target waited for this session

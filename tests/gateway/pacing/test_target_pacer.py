@@ -251,6 +251,25 @@ def test_a_session_that_may_not_draft_is_measured_but_not_counted():
     assert (pacer.stats.num_verdicts[Mode.PLAIN], pacer.stats.busy_s) == (0, 0.0)
 
 
+def test_verdicts_told_together_belong_to_the_window_in_which_they_came():
+    """Where it has ended meanwhile, to none: a trial that has begun is not charged with them."""
+    pacer = TargetPacer()
+    late, other = pacer.session(4), pacer.session(4)
+    for pace in (late, other):
+        pace.record_plain(1, 1, 0)
+    times, now = pacer.drafter_pacer().times, 0
+    while late.is_settled:
+        now += 2 * MS
+        other.record_plain(1, 1, now)
+    assert other.is_settled
+    told = []
+    times.record = lambda *args, **_: told.append(args[1:3])
+    late.record_plain(3, 3, now)
+    assert (late.is_settled, told) == (True, [])
+    late.record_plain(3, 3, now + 6 * MS)
+    assert told == [(6 * MS, 3)]
+
+
 def test_a_trial_that_its_sessions_have_left_goes_on_with_the_next_ones():
     """Its length is session time: a pause between requests neither lengthens nor ends it."""
     pacer, now = TargetPacer(), 0
