@@ -306,7 +306,7 @@ class FakeTargetSession(FakeSession):
         await self.backend.work("verify" if self.asked else "multi_step")
         verdict = self.commit(drafted)
         self.backend.draft_ns += self.asked.draft_ns if self.asked else 0
-        if self.asked and not self.is_multi_step:
+        if self.asked:
             self.multi_step_from = len(self.token_ids)
         self.asked = None
         if self.early is not None:
