@@ -18,7 +18,7 @@ DOCS: Final = Path(__file__).parents[1] / "docs"
 
 
 def draw(lines: Sequence[str], path: Path) -> None:
-    """Speed over plain decoding by round trip: with quartiles, and dashed what is simulated."""
+    """Speed over plain decoding by round trip: with quartiles, and dashed what is simulated. One point is no series."""
     series: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         row = json.loads(line)
@@ -27,7 +27,8 @@ def draw(lines: Sequence[str], path: Path) -> None:
     with pyplot.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
         figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
         colors = pyplot.get_cmap("tab20").colors
-        for color, (label, rows) in zip(cycle(colors), series.items(), strict=False):
+        drawn = ((label, rows) for label, rows in series.items() if len(rows) > 1)
+        for color, (label, rows) in zip(cycle(colors), drawn, strict=False):
             rtts = [row["rtt_ms"] for row in rows]
             low, high = zip(*(map(float, row["quartiles"].split("–")) for row in rows), strict=True)
             axes.plot(rtts, [row["speed"] for row in rows], "o-", color=color, label=label, markersize=4)

@@ -85,7 +85,7 @@ def _falcon(
     else:
         query, key, value = fused.unflatten(2, (heads, 3)).unbind(3)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    query, key = _helper(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
+    query, key = _rotate_of(module)(query, key, *position_embeddings)
     out: torch.Tensor = module.dense(attend(query, key, value, scaling=dim**-0.5)[0].flatten(-2))
     return out
 
@@ -95,7 +95,7 @@ def _gptj(module: Any, attend: Forward, x: torch.Tensor, *, position_ids: torch.
     shape = (module.num_attention_heads, module.head_dim)
     query, key, value = (linear(x).unflatten(-1, shape) for linear in (module.q_proj, module.k_proj, module.v_proj))
     sine, cosine = module.embed_positions.to(x.device)[position_ids].to(x.dtype).chunk(2, dim=-1)  # [1, T, dim / 2]
-    rotate, dim = _helper(module, "apply_rotary_pos_emb"), module.rotary_dim or module.head_dim
+    rotate, dim = _rotate_of(module), module.rotary_dim or module.head_dim
 
     def rotated(part: torch.Tensor) -> torch.Tensor:
         return torch.cat((rotate(part[..., :dim], sine, cosine), part[..., dim:]), dim=-1)
@@ -152,10 +152,9 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     return torch.tensor(first + more)
 
 
-def _helper(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A function beside the module's class."""
-    found: Callable[..., Any] = getattr(sys.modules[type(module).__module__], name)
-    return found
+def _rotate_of(module: nn.Module) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` beside the module's class."""
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb  # type: ignore[no-any-return]
 
 
 _ADAPTERS: Final[dict[str, Any]] = {

@@ -180,7 +180,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], 2).flatten(1)
 
 
-def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype | None = None) -> GroupedWeight:
+def round_to_4_bits(weight: torch.Tensor, dtype: torch.dtype | None = None) -> GroupedWeight:
     """A weight [N, K], in a dtype, on :data:`TABLE`, with scales that leave the least square error of those tried.
 
     For each share of the scale that takes a group's number of largest magnitude to -127, codes are the nearest of the
@@ -191,7 +191,7 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype
     borders = ((levels[1:] + levels[:-1]) / 2).tolist()
 
     def rounded(part: torch.Tensor) -> GroupedWeight:
-        x = _groups(part, group)  # [n, groups, group]
+        x = _groups(part, GROUP)  # [n, groups, GROUP]
         widest = x.gather(2, x.abs().argmax(2, keepdim=True)) / levels[0]
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         for share in _SHARES:
@@ -207,7 +207,7 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP, dtype: torch.dtype
                 best = error.where(better, best[0]), scale.where(better, best[1]), found.where(better, best[2])
         assert best is not None
         codes = best[2].flatten(1)[:, : weight.shape[1]]
-        return GroupedWeight.of_codes(codes, best[1][..., 0], group, table=table)
+        return GroupedWeight.of_codes(codes, best[1][..., 0], GROUP, table=table)
 
     return _rounded(weight, dtype, rounded)
 

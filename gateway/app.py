@@ -212,7 +212,7 @@ def _max_connections(settings: GatewaySettings) -> int:
     """Of REST and of gRPC each. A session over a framed socket is a connection, too."""
     num_framed = sum(any(map(framed_path, addresses)) for addresses in (settings.targets, settings.drafts))
     num_files = num_framed * settings.max_concurrent_sequences
-    return cap_connections(settings.max_connections, num_servers=2, num_other_files=num_files)
+    return cap_connections(settings.max_connections, num_other_files=num_files)
 
 
 def _rest_server(settings: GatewaySettings, generation: Generation, keys: KeyRing) -> _Uvicorn:

@@ -19,14 +19,12 @@ from engine.loading.memory import LargestStep
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
 from engine.state_map import StateMap
-from specdec.errors import InternalError, InvalidRequest, Unavailable
+from specdec.errors import InternalError, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
 from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
-from specdec.state_dtypes import STATE_DTYPES
-from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from specdec.v1.types_pb2 import StateMapPart
 from target_service.grammar.compiler import GrammarCompiler
@@ -36,6 +34,7 @@ from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.sequence_memory import SequenceMemory
 from target_service.session.opening import may_reuse
 from target_service.session.session import Session
+from target_service.spec_check import check_spec, kv_share
 from target_service.state_map_intake import StateMapIntake, read_state_maps
 from target_service.state_maps import StateMaps
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
@@ -158,7 +157,7 @@ class TargetCore:
         if spec.hidden_state_layers:
             layers = self.engine.check_state_layers(spec.hidden_state_layers)
             spec = replace(spec, hidden_state_layers=layers)
-        stop_criteria = self._check(spec)
+        stop_criteria = check_spec(spec, self._info, self.engine.pool)
         state = SamplingState(
             spec.params,
             spec.token_ids,
@@ -336,61 +335,8 @@ class TargetCore:
             max_entries,
             scope=(spec.owner, spec.cache_salt) if is_shared else None,
             client=spec.client,
-            client_limit=self._share_of(spec),
+            client_limit=kv_share(spec, self.engine.pool.total_blocks),
         )
-
-    def _share_of(self, spec: SessionSpec) -> int:
-        """Blocks that the sessions of a client may hold together."""
-        total = self.engine.pool.total_blocks
-        return total if spec.max_kv_share is None else int(spec.max_kv_share * total)
-
-    def _check(self, spec: SessionSpec) -> StopCriteria:
-        """The session's limits. Raises :class:`InvalidRequest` for what no amount of waiting would make possible."""
-        num_tokens, params, context = len(spec.token_ids), spec.params, self._info.max_model_len
-        vocabulary = min(self._info.tokenizer_size or self._info.vocab_size, self._info.vocab_size)
-        if not num_tokens:
-            raise InvalidRequest("the prompt is empty; give at least one token", param="token_ids")
-        if not 0 < spec.prompt_len <= num_tokens:
-            raise InvalidRequest(
-                f"prompt_len is {spec.prompt_len}, outside [1, {num_tokens}], the number of tokens", param="prompt_len"
-            )
-        if num_tokens >= context:
-            raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, which leaves no room in the model's context of {context};"
-                f" shorten it to at most {context - 1} tokens",
-                param="token_ids",
-            )
-        if not 0 <= min(spec.token_ids) <= max(spec.token_ids) < vocabulary:
-            wrong = next(token_id for token_id in spec.token_ids if not 0 <= token_id < vocabulary)
-            raise InvalidRequest(
-                f"the prompt holds token {wrong}; the model's tokens are 0 to {vocabulary - 1}", param="token_ids"
-            )
-        if not 0 <= spec.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise InvalidRequest(
-                f"num_speculative_tokens is {spec.num_speculative_tokens}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
-                param="num_speculative_tokens",
-            )
-        if spec.hidden_state_dtype not in ("", *STATE_DTYPES):
-            raise InvalidRequest(
-                f"hidden_state_dtype is {spec.hidden_state_dtype!r}; known are {', '.join(STATE_DTYPES)}",
-                param="hidden_state_dtype",
-            )
-        max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
-        if num_tokens >= max_len:
-            raise InvalidRequest(
-                f"{num_tokens - spec.prompt_len} tokens were generated already and max_tokens is {params.max_tokens};"
-                " there is nothing left to generate",
-                param="max_tokens",
-            )
-        self.engine.pool.check_fits(max_len - 1)
-        num_blocks, limit = self.engine.pool.blocks_for(max_len - 1), self._share_of(spec)
-        if spec.max_kv_share is not None and num_blocks > limit:
-            raise InvalidRequest(
-                f"the request needs {num_blocks} KV blocks and its client may hold {limit} of"
-                f" {self.engine.pool.total_blocks} (max_client_kv_share); shorten the prompt or lower max_tokens",
-                param="max_tokens",
-            )
-        return StopCriteria(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
 
     def _first_state(self, spec: SessionSpec) -> int:
         """The first position of the prompt whose hidden states are kept: as many as there is room for, or the last."""

@@ -240,7 +240,7 @@ class _Requests:
         if kind == "multi_step_decode":
             self._session.multi_step_decode(message.committed_len, message.num_tokens)
         elif kind == "round":
-            self._session.offer(_proposal_of(message), message.multi_step_tokens)
+            self._session.offer(_proposal_of(message))
         elif self._draft is not None:
             self._draft.draft(message.num_draft_tokens)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from specdec.rules import SparseRow
+from specdec.params import SamplingParams
+from specdec.rules import DEFAULT_RULE, SparseRow, one_rule_per_sampling
 from specdec.settings import DraftSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
@@ -27,6 +28,22 @@ class DraftState(Protocol):
         those it can ingest: tokens whose states it was given.
         """
         ...
+
+
+def warm_up_specs() -> list[SessionSpec]:
+    """A session for every way that rules have a draft sample: drafted for once at the start, no client pays for the
+    first time.
+    """
+    return [
+        SessionSpec(
+            session_id="warm-up",
+            token_ids=(0,),
+            prompt_len=1,
+            params=SamplingParams(temperature=temperature, seed=0, max_tokens=4),
+            rule=rule,
+        )
+        for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling()))
+    ]
 
 
 S = TypeVar("S", bound=DraftState)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps
+from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps, warm_up_specs
 from draft_service.drafters.parallel import check_mask, check_prompt, mask_token
 from draft_service.drafters.session_cache import SessionCache
 from draft_service.drafters.state_inputs import StateInputs
@@ -38,8 +38,7 @@ from engine.sampling.drafting import DraftedChain, draft_many
 from engine.sampling.state import SamplingState
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
-from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
+from specdec.rules import DEFAULT_RULE, Rule
 from specdec.settings import DraftSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 from specdec.vocabulary import check_shared_tokens
@@ -307,11 +306,10 @@ class ModelDrafter(Drafter[ModelState]):
             await asyncio.to_thread(self._thread.close)
 
     async def _warm_up(self) -> None:
-        """Draft once for every rule, so that no session pays for the first time."""
+        """Draft once in every way."""
         num_tokens = min(2, self.info.num_speculative_tokens)
-        for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
-            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
-            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+        for spec in warm_up_specs():
+            state = self.open(spec)
             await self.draft([DraftJob(state, 1, num_tokens)])
             self.close(state)
 

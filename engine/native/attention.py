@@ -13,7 +13,7 @@ import torch
 
 from engine.compaction import move_entries
 from engine.native import recurrent
-from engine.native.library import DTYPES, NativeLibrary, load
+from engine.native.library import DTYPES, loaded
 from engine.native.model_structs import CAttentionShape, CPlan
 from engine.plan import BatchPlan
 
@@ -21,13 +21,6 @@ __all__ = ["KNOWS_SINKS", "RECURRENCES", "move_entries", "paged_attention", "wri
 
 KNOWS_SINKS: Final = False
 RECURRENCES: Final = recurrent
-
-
-def _library() -> NativeLibrary:
-    library = load()
-    if library is None:
-        raise NotImplementedError("the native kernels are not available on this machine")
-    return library
 
 
 def paged_attention(  # noqa: PLR0917
@@ -74,7 +67,7 @@ def paged_attention(  # noqa: PLR0917
         window or 0,
     )
     out = query.new_empty(num_rows, heads, value_dim)
-    failed = _library().attention(
+    failed = loaded().attention(
         ctypes.byref(CPlan.of(plan)),
         ctypes.byref(shape),
         DTYPES[query.dtype],
@@ -100,7 +93,7 @@ def write_kv(
     Raises:
         NotImplementedError: dtypes differ or are neither of 2 nor 4 bytes.
     """
-    library = _library()
+    library = loaded()
     for cache, rows in ((k_cache, key), (v_cache, value)):
         _check_cache(cache)
         if rows.dtype != cache.dtype or rows.itemsize not in (2, 4):

@@ -174,3 +174,15 @@ def load() -> NativeLibrary | None:
                 logger.warning("CPU kernels are not used, the slower torch path is: %s", error)
                 _loaded.append(None)
         return _loaded[0]
+
+
+def loaded() -> NativeLibrary:
+    """The kernels.
+
+    Raises:
+        NotImplementedError: :func:`load` has none.
+    """
+    library = load()
+    if library is None:
+        raise NotImplementedError("the native kernels are not available on this machine")
+    return library

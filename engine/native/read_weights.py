@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from engine.native.library import DTYPES, Memory, load
+from engine.native.library import DTYPES, Memory, loaded
 from engine.native.linears import Matrix, NativeLinear, group_bytes, pack_group
 
 #: Packed copies, by the weight.
@@ -41,9 +41,7 @@ def knows_rows(rows: object, weight: object, bias: object = None) -> bool:
 def apply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Rows [..., K] to [..., N]."""
     if weight not in _packed:
-        library = load()
-        if library is None:
-            raise NotImplementedError("the native kernels are not available on this machine")
+        library = loaded()
         with torch.inference_mode(False), torch.no_grad():
             matrix, threads = Matrix(weight.detach()), torch.get_num_threads()
             memory = Memory(library, group_bytes(library, [matrix]))

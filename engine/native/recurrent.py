@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from engine.native.activations import EvenActivations
-from engine.native.library import DTYPES, NativeLibrary, load
+from engine.native.library import DTYPES, loaded
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.slots import NUM_RECORDS
 from engine.recurrent.state_cache import StateCache
@@ -20,13 +20,6 @@ from engine.recurrent.state_cache import StateCache
 EVEN: Final = EvenActivations
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
-
-
-def _library() -> NativeLibrary:
-    library = load()
-    if library is None:
-        raise NotImplementedError("the native kernels are not available on this machine")
-    return library
 
 
 def convolve(
@@ -48,7 +41,7 @@ def convolve(
         inputs = inputs.contiguous()
     out = torch.empty(inputs.shape, dtype=inputs.dtype)
     taps, channels = weight.shape
-    _library().convolve(
+    loaded().convolve(
         DTYPES[inputs.dtype],
         inputs.data_ptr(),
         inputs.stride(0),
@@ -83,7 +76,7 @@ def delta_rule(
     inputs = (query, key, value, log_decay, beta.float().contiguous(), _strides(query, key, value, log_decay))
     sizes = (key.shape[1], *value.shape[1:2], key.shape[2], value.shape[2], log_decay.dim() == 3, is_normalised)
     out = value.new_empty(value.shape)
-    return _run(_library().delta_rule, inputs, sizes, cache, ("key", "delta", "decay"), plan=plan, out=out)
+    return _run(loaded().delta_rule, inputs, sizes, cache, ("key", "delta", "decay"), plan=plan, out=out)
 
 
 def mamba2(
@@ -101,7 +94,7 @@ def mamba2(
     inputs, b, c = _dense(inputs), _dense(b), _dense(c)
     rows = (inputs, b, c, *_floats(steps, a, d), _strides(inputs, b, c))
     sizes, out = (*inputs.shape[1:], *b.shape[1:]), inputs.new_empty(inputs.shape)
-    return _run(_library().mamba2, rows, sizes, cache, ("input", "b", "decay"), plan=plan, out=out)
+    return _run(loaded().mamba2, rows, sizes, cache, ("input", "b", "decay"), plan=plan, out=out)
 
 
 def mamba(
@@ -118,7 +111,7 @@ def mamba(
     """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
     rows = _floats(inputs, steps, b, c, a, d)
     out = torch.empty(inputs.shape)
-    return _run(_library().mamba, rows, a.shape, cache, ("step", "input", "b"), plan=plan, out=out)
+    return _run(loaded().mamba, rows, a.shape, cache, ("step", "input", "b"), plan=plan, out=out)
 
 
 def _run(

@@ -55,6 +55,11 @@ def encode_named_event(content: dict[str, Any]) -> bytes:
     return f"event: {content['type']}\n".encode() + encode_event(content)
 
 
+def error_event(error: Exception) -> dict[str, Any]:
+    """What OpenAI's streams say of an error."""
+    return body_of(error)[1]
+
+
 class EventResponse(Response):
     """Server-sent events from a generator of JSON objects.
 
@@ -69,14 +74,16 @@ class EventResponse(Response):
         *,
         encode: Callable[[dict[str, Any]], bytes] = encode_event,
         end: bytes = DONE,
+        describe: Callable[[Exception], dict[str, Any]] = error_event,
     ) -> None:
-        """``end`` is sent after the last event."""
+        """``end`` is sent after the last event; ``describe`` makes an event of an error."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | dict(headers))
         # The body comes in pieces of unknown number.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events
         self._encode = encode
         self._end = end
+        self._describe = describe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
@@ -98,7 +105,7 @@ class EventResponse(Response):
                 async for event in events:
                     await _send_piece(send, self._encode(event))
             except Exception as error:
-                await _send_piece(send, encode_event(body_of(error)[1]))
+                await _send_piece(send, self._encode(self._describe(error)))
             await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 

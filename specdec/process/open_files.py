@@ -22,8 +22,8 @@ def raise_file_limit() -> None:
             return  # some systems allow fewer than they say; the limit is read again where it counts
 
 
-def cap_connections(wanted: int, *, num_servers: int, num_other_files: int = 0) -> int:
-    """As many connections as wanted, or as there are files for where so many servers of this process share them.
+def cap_connections(wanted: int, *, num_other_files: int = 0) -> int:
+    """As many connections as wanted, or as there are files for: two servers of this process share them.
 
     ``num_other_files`` are left for others, but no more than half.
     """
@@ -31,4 +31,4 @@ def cap_connections(wanted: int, *, num_servers: int, num_other_files: int = 0) 
     if soft == resource.RLIM_INFINITY:
         return wanted
     left = soft - RESERVE
-    return max(1, min(wanted, (left - min(num_other_files, left // 2)) // num_servers))
+    return max(1, min(wanted, (left - min(num_other_files, left // 2)) // 2))

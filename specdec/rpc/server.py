@@ -88,7 +88,7 @@ class RpcServer:
             ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs),
             # Else calls of a client that has just been told to try again are refused without a word.
             ("grpc.http2.max_deallocating_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs),
-            ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections, num_servers=2)),
+            ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections)),
         )
         if settings.max_receiving is not None:
             options += (("grpc.http2.bdp_probe", 0),)  # else calls that wait for a slot may send megabytes as well
@@ -164,9 +164,7 @@ class RpcServer:
                     framed,
                     self._streaming,
                     self._calls.guard,
-                    max_connections=cap_connections(
-                        self.settings.max_concurrent_rpcs + SPARE_CONNECTIONS, num_servers=2
-                    ),
+                    max_connections=cap_connections(self.settings.max_concurrent_rpcs + SPARE_CONNECTIONS),
                     max_message_bytes=self.settings.max_message_bytes,
                 )
                 await self._framed.start()

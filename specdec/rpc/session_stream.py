@@ -103,12 +103,10 @@ class SessionStream(Generic[Q, R]):
             raise Cancelled("the session's stream was cancelled") from None
 
 
-async def call_unary(
-    method: Callable[..., Any], request: Any, *, timeout_s: float | None = None, wait_for_ready: bool = False
-) -> Any:
-    """A unary call whose failure is a domain error. ``wait_for_ready`` waits for the server to come up."""
+async def call_unary(method: Callable[..., Any], request: Any, *, timeout_s: float | None = None) -> Any:
+    """A unary call whose failure is a domain error."""
     try:
-        answer = await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        answer = await method(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
     if answer is None:

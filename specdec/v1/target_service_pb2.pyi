@@ -344,15 +344,10 @@ class Round(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     COMMITTED_LEN_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
-    MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     committed_len: _builtins.int
     """Committed length the round starts from. One the session has passed is stale: the message is dropped and counted."""
-    multi_step_tokens: _builtins.int
-    """Decode in multi-step after the round, up to so many tokens after committed_len, those of the round included; 0
-    waits.
-    """
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
         """Drafted tokens; absent or empty is one plain decoding step."""
@@ -363,11 +358,10 @@ class Round(_message.Message):
         epoch: _builtins.int = ...,
         committed_len: _builtins.int = ...,
         proposal: _types_pb2.Proposal | None = ...,
-        multi_step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "epoch", b"epoch", "multi_step_tokens", b"multi_step_tokens", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "epoch", b"epoch", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

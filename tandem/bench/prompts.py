@@ -98,9 +98,9 @@ def read_prompts(file: str) -> list[str]:
     return prompts
 
 
-def pick_texts(count: int, num_characters: int, *, seed: int = 0) -> list[str]:
+def pick_texts(count: int, num_characters: int) -> list[str]:
     """``count`` different prompts of ``num_characters`` characters, for servers whose tokens are not known."""
-    found = pick_prompts(lambda text: [ord(letter) for letter in text], count, num_characters, seed=seed)
+    found = pick_prompts(lambda text: [ord(letter) for letter in text], count, num_characters)
     return ["".join(map(chr, prompt)) for prompt in found]
 
 

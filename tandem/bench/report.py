@@ -94,17 +94,17 @@ class Row:
 
 def counted(label: str, name: str) -> Row:
     """One of the speculation metrics, per round with drafts."""
-    return Row(label, lambda mode, _: _per_round(mode, name, 1.0, ".2f"))
+    return Row(label, lambda mode, _: _per_round(mode, name, 1.0))
 
 
 def timed(label: str, name: str) -> Row:
     """One of the speculation metrics in nanoseconds, as milliseconds per round with drafts."""
-    return Row(label, lambda mode, _: _per_round(mode, name, 1e6, ".2f", " ms"))
+    return Row(label, lambda mode, _: _per_round(mode, name, 1e6, " ms"))
 
 
-def _per_round(mode: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
+def _per_round(mode: Measurement, name: str, scale: float, unit: str = "") -> str | None:
     value, rounds = mode.count(name), mode.count("num_spec_steps")
-    return f"{value / scale / rounds:{form}}{unit}" if value is not None and rounds else None
+    return f"{value / scale / rounds:.2f}{unit}" if value is not None and rounds else None
 
 
 def _shares(values: Sequence[float]) -> str | None:

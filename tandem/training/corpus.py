@@ -74,9 +74,9 @@ def held_out_paths() -> frozenset[str]:
     return frozenset(HELD_OUT_LIST.read_text(encoding="utf-8").split())
 
 
-def load_documents(root: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents of the library at `root` (default: the running one)."""
-    root = root or library_root()
+def load_documents() -> tuple[list[Document], list[Document]]:
+    """Training and held-out documents of the running library."""
+    root = library_root()
     documents = read_documents(root, list_paths(root))
     held_out = held_out_paths()
     training = [d for d in documents if d.path not in held_out]

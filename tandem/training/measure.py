@@ -128,9 +128,7 @@ def acceptance_length(
     return num_committed / num_rounds
 
 
-def measure_head(
-    target_folder: Path, head_folder: Path, prompts: torch.Tensor, num_tokens: int, k: int = NUM_SPECULATIVE_TOKENS
-) -> AcceptanceRates:
+def measure_head(target_folder: Path, head_folder: Path, prompts: torch.Tensor, num_tokens: int) -> AcceptanceRates:
     """Greedy acceptance of a published head over the target's continuations of prompts int64 [B, P]."""
     method = METHODS[method_of(str(head_folder))].training_name
     assert method is not None  # all heads have one
@@ -142,7 +140,7 @@ def measure_head(
         start_from=str(head_folder),
         prompt_length=length,
         row_length=length + num_tokens,
-        num_speculative_tokens=k,
+        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
     )
     target = load_model(target_folder)
     generator = torch.Generator().manual_seed(settings.seed)

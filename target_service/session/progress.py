@@ -39,7 +39,7 @@ class Progress:
     =========== ======================================================
     PREFILL     :meth:`open`: IDLE, MULTI_STEP, ENDING
     IDLE        :meth:`ask`: ROUND; :meth:`decode`: MULTI_STEP, ENDING
-    ROUND       :meth:`commit`: IDLE; :meth:`take_round`: MULTI_STEP, ENDING where they follow it
+    ROUND       :meth:`commit`: IDLE
     MULTI_STEP  :meth:`commit`, :meth:`stop_decoding`: ENDING; :meth:`take_round`: ROUND
     ENDING      :meth:`commit`: IDLE; :meth:`decode`: MULTI_STEP; :meth:`take_round`: ROUND, MULTI_STEP
     OVER        none; :meth:`end` leads here from every state
@@ -53,8 +53,8 @@ class Progress:
         self._max_len = limits.max_len
         #: In MULTI_STEP and ENDING: decoding continues up to this length.
         self.multi_step_until = 0
-        #: The same after the round that was asked for; 0: it is not followed by multi-step decode.
-        self._until_after_round = 0
+        #: Whether it goes on after the round that was asked for, up to the longest sequence.
+        self._goes_on = False
         #: Everything since this length came of multi-step decode.
         self._multi_step_from = 0
         #: A round from this length on may come too late: multi-step decode continued meanwhile.
@@ -74,25 +74,23 @@ class Progress:
         """Whether multi-step decode continues after ``length`` tokens, of which the event loop may not know yet."""
         return self.is_multi_step and self.multi_step_until > length
 
-    def limit(self, length: int) -> int:
-        """``length``, or the longest the sequence may become."""
-        return min(length, self._max_len)
-
     def may_be_late(self, base_len: int) -> bool:
         """Whether a round for this length could not know that multi-step decode had gone on."""
         return base_len >= self._early_from
 
     # --- what is asked for ---
 
-    def ask(self, until_after: int) -> None:
-        """A round: IDLE to ROUND. Multi-step decode follows it up to length ``until_after``; 0: it does not."""
+    def ask(self) -> None:
+        """A round: IDLE to ROUND."""
         self.state = State.ROUND
-        self._until_after_round = until_after
-        self._early_from = self.committed_len if until_after else sys.maxsize
+        self._goes_on = False
+        self._early_from = sys.maxsize
 
-    def ask_in_place(self, until_after: int) -> None:
-        """A round in place of the next token of multi-step decode, which goes on until a step takes the round."""
-        self._until_after_round = until_after
+    def ask_in_place(self, *, goes_on: bool) -> None:
+        """A round in place of the next token of multi-step decode, which continues until a step takes the round; with
+        ``goes_on`` also after it.
+        """
+        self._goes_on = goes_on
 
     def decode(self, from_len: int, num_tokens: int) -> bool:
         """Multi-step decode up to ``num_tokens`` tokens after ``from_len``; False where that does not fit the state."""
@@ -101,12 +99,12 @@ class Progress:
             return False
         if not self.is_multi_step:
             self._early_from = from_len
-        self._decode_until(max(self.multi_step_until, self.limit(from_len + num_tokens)), self.state)
+        self._decode_until(max(self.multi_step_until, min(from_len + num_tokens, self._max_len)), self.state)
         return True
 
     def stop_decoding(self) -> None:
         """End multi-step decode: the next token is its last, and none follow the round that was asked for."""
-        self._until_after_round = 0
+        self._goes_on = False
         if self.is_multi_step:
             self._decode_until(min(self.multi_step_until, self.committed_len + 1), State.IDLE)
 
@@ -114,7 +112,7 @@ class Progress:
 
     def take_round(self) -> None:
         """A step feeds the round that was asked for."""
-        self._decode_until(self._until_after_round, State.ROUND)
+        self._decode_until(self._max_len if self._goes_on else 0, State.ROUND)
 
     def open(self, num_tokens: int, num_multi_step: int) -> None:
         """Prefilling committed its first tokens; ``num_multi_step`` tokens are decoded without being asked for."""
@@ -122,7 +120,7 @@ class Progress:
         self._multi_step_from = self.committed_len
         if num_multi_step:
             self._early_from = self.committed_len
-        self._decode_until(self.limit(self.committed_len + num_multi_step), State.IDLE)
+        self._decode_until(min(self.committed_len + num_multi_step, self._max_len), State.IDLE)
 
     def commit(self, num_tokens: int, *, is_round: bool) -> None:
         """A step committed tokens, of a round or of multi-step decode."""

@@ -168,7 +168,7 @@ class Session:
         self._owner.ready(self)
         self._first = await self.receive()
 
-    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
+    def offer(self, proposal: Proposal) -> None:
         """Ask for a round; see :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted
         and dropped.
 
@@ -179,18 +179,17 @@ class Session:
         if proposal.epoch != self.spec.epoch or proposal.base_len > progress.committed_len:
             self._owner.count_stale()
             return
-        until_after = progress.limit(proposal.base_len + multi_step_tokens) if multi_step_tokens else 0
         match self._offers.fate(proposal.base_len):
             case Fate.STARTS:
                 self._offers.asked = self._offers.cut(proposal)
-                progress.ask(until_after)
+                progress.ask()
                 self._get_ready()
             case Fate.REPLACES_TOKEN:
                 fitted = self._offers.fitted(proposal.after(self.committed_token_ids(proposal.base_len)))
                 self._owner.count_superseded(fitted is None or self._offers.asked is not None)
                 if fitted is not None:
                     self._offers.asked = fitted
-                    progress.ask_in_place(until_after)
+                    progress.ask_in_place(goes_on=False)
             case Fate.SUPERSEDED:
                 self._owner.count_superseded()
             case Fate.STALE:
@@ -225,7 +224,7 @@ class Session:
         self._offers.num_streamed = num_tokens
         if self._progress.num_multi_step_left < self.num_left:
             self.multi_step_decode(self.committed_len, self.num_left)
-        self._progress.ask_in_place(self.step_session.stop_criteria.max_len)
+        self._progress.ask_in_place(goes_on=True)
 
     def end_stream(self) -> None:
         """Verify no more of what was streamed."""

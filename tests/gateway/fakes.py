@@ -241,7 +241,7 @@ class FakeTargetSession(FakeSession):
                 prompt_logprobs += logprobs_of(token, params.prompt_logprobs)
         self.opened = TargetOpened(spec.epoch, spec.rule or Rule.BLOCK, prompt_logprobs=prompt_logprobs, queue_ns=1000)
         self.asked = self.early = self.waiting = None
-        self.multi_step_until = self.multi_step_after = 0
+        self.multi_step_until = 0
         self.finished = False
         #: The first position whose hidden states were not sent.
         self.states_from = 0
@@ -259,22 +259,20 @@ class FakeTargetSession(FakeSession):
         limit = self.spec.prompt_len + self.spec.params.max_tokens
         return 0 if self.finished else max(0, min(self.multi_step_until, limit) - len(self.token_ids))
 
-    def offer(self, proposal, multi_step_tokens=0):
+    def offer(self, proposal):
         assert not self.closed
         self.backend.faults.hit("offer")
         assert proposal.epoch == self.spec.epoch
         assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
             raise InvalidRequest("no such token")
-        until = proposal.base_len + multi_step_tokens if multi_step_tokens else 0
         if self.is_multi_step or proposal.base_len < len(self.token_ids):
             rest = proposal.after(tuple(self.token_ids[proposal.base_len :])) if self.is_multi_step else None
             if rest is not None and rest.token_ids:
-                self.early, self.multi_step_after = rest, until
+                self.early = rest
             return
         assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
         assert self.asked is None or self.asked is self.started_early, "two rounds at once"
-        self.multi_step_after = until
         self.waiting = proposal
         self.look()
         self.wake.set()
@@ -287,7 +285,7 @@ class FakeTargetSession(FakeSession):
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
         if not num_tokens:
-            self.multi_step_until, self.multi_step_after = min(self.multi_step_until, len(self.token_ids) + 1), 0
+            self.multi_step_until = min(self.multi_step_until, len(self.token_ids) + 1)
             return
         assert self.asked is None, "a round is in progress"
         assert self.multi_step_from <= committed_len <= len(self.token_ids)
@@ -303,12 +301,12 @@ class FakeTargetSession(FakeSession):
             self.early = None
             self.backend.num_early_rounds += 1
         if self.asked is not None:
-            self.multi_step_until = self.multi_step_after
+            self.multi_step_until = 0
         drafted = self.asked.token_ids if self.asked else ()
         await self.backend.work("verify" if self.asked else "multi_step")
         verdict = self.commit(drafted)
         self.backend.draft_ns += self.asked.draft_ns if self.asked else 0
-        if self.asked and not self.is_multi_step:
+        if self.asked:
             self.multi_step_from = len(self.token_ids)
         self.asked = None
         if self.early is not None:

@@ -37,19 +37,16 @@ async def test_many_slow_chats_of_one_client_keep_no_other_client_waiting(backen
         assert {(await task).status_code for task in crowd} == {200}
 
 
-async def test_a_chat_template_that_takes_too_long_is_told_at_the_start(
-    backends, info, script, tokenizer_folder, caplog
-):
-    async with serve(backends, info, script, tokenizer=str(tokenizer_folder), chat_template=LOOP):
-        assert "the chat template takes more than 2 s of CPU time; start the gateway with another" in caplog.text
-
-
 @pytest.mark.parametrize("is_rest", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["REST", "gRPC"])
-async def test_others_are_served_while_a_chat_template_loops(backends, info, script, tokenizer_folder, is_rest):
+async def test_others_are_served_while_a_chat_template_loops(
+    backends, info, script, tokenizer_folder, *, is_rest, caplog
+):
+    """It is told at the start, too."""
     async with (
         serve(backends, info, script, tokenizer=str(tokenizer_folder), chat_template=LOOP) as stand,
         open_channel(f"127.0.0.1:{stand.gateway.grpc_port}") as channel,
     ):
+        assert "the chat template takes more than 2 s of CPU time; start the gateway with another" in caplog.text
         message, stub = {"role": "user", "content": "hi"}, pb_grpc.GenerationServiceStub(channel)
         if is_rest:
             chat = asyncio.create_task(stand.http.post("/v1/chat/completions", json={"messages": [message]}))

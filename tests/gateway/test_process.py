@@ -205,13 +205,13 @@ def test_flags():
 async def test_framed_sessions_are_files_that_connections_leave(monkeypatch, targets, drafts, num_files):
     given = []
 
-    def cap(wanted, *, num_servers, num_other_files):
-        given.append((wanted, num_servers, num_other_files))
+    def cap(wanted, *, num_other_files):
+        given.append((wanted, num_other_files))
         return wanted
 
     monkeypatch.setattr(app, "cap_connections", cap)
     Gateway(GatewaySettings(targets=targets, drafts=drafts, max_concurrent_sequences=10, max_connections=50))
-    assert given == [(50, 2, num_files)] * 2
+    assert given == [(50, num_files)] * 2
 
 
 def test_mistakes_in_the_call(capsys, tmp_path):

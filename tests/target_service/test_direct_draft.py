@@ -106,6 +106,17 @@ class DirectClient(Client):
     def draft(self, num_draft_tokens):
         self.stream.post(pb.VerifyRequest(draft_length=pb.DraftLength(epoch=1, num_draft_tokens=num_draft_tokens)))
 
+    async def use_draft(self, address):
+        """Open a draft, and ask for K tokens in each round."""
+        await self.open_draft(address)
+        await self.until_told("draft_opened")
+        self.draft(K)
+
+    def decode(self, num_tokens):
+        """Decode in multi-step after the first token."""
+        asked = pb.MultiStepDecode(epoch=1, committed_len=self.first.committed_len, num_tokens=num_tokens)
+        self.stream.post(pb.VerifyRequest(multi_step_decode=asked))
+
     async def verdict(self):
         while (answer := await self.stream.receive()).WhichOneof("kind") != "verdict":
             self.told.append(answer)
@@ -194,9 +205,7 @@ async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monke
     draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             async with asyncio.timeout(10.0):
                 verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
@@ -238,9 +247,7 @@ async def test_without_drafted_tokens_the_target_decodes_to_the_end(start_core, 
     draft.answer = noted
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
         assert [verdict.num_draft_tokens for verdict in verdicts if verdict.drafted] == [K]
@@ -254,13 +261,10 @@ async def test_a_session_that_is_told_to_decode_while_the_draft_works(start_core
     draft.may_answer.clear()
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             await until(lambda: draft.num_asked == 1)
             length = client.first.committed_len
-            decode = pb.MultiStepDecode(epoch=1, committed_len=length, num_tokens=5)
-            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+            client.decode(5)
             verdicts = [await client.verdict()]
             while verdicts[-1].committed_len < length + 5:
                 verdicts.append(await client.verdict())
@@ -288,14 +292,10 @@ async def test_a_proposal_that_comes_while_the_session_decodes_is_dropped(
     draft.may_answer.clear()
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             await until(lambda: draft.num_asked == 1)
             monkeypatch.setattr(core_module, "run_steps", slow)
-            length = client.first.committed_len
-            decode = pb.MultiStepDecode(epoch=1, committed_len=length, num_tokens=3)
-            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+            client.decode(3)
             await until(begun.is_set)
             draft.may_answer.set()
             verdicts = await client.rest()
@@ -373,9 +373,7 @@ async def test_proposals_that_nobody_asked_for_are_dropped(start_core, serve, pl
 
     async with start_core() as core, serving_draft(ScriptedDraft(answer), tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
         assert all(verdict.num_accepted == K for verdict in unlimited(prompt, verdicts))
@@ -387,9 +385,7 @@ async def test_a_draft_without_proposals_leaves_plain_steps(start_core, serve, p
     draft = ScriptedDraft(lambda known, count: [types_pb.Proposal(base_len=len(known))])
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == plain(prompt, NUM_TOKENS)
         assert {len(verdict.token_ids) for verdict in verdicts} == {1}
@@ -409,9 +405,7 @@ async def test_trees(start_core, serve, plain, tmp_path):
 
     async with start_core() as core, serving_draft(ScriptedDraft(answer), tmp_path) as address:
         async with session(serve, core, tmp_path, prompt) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
         for verdict in unlimited(prompt, verdicts):
@@ -424,8 +418,7 @@ async def test_a_draft_that_cannot_be_reached(start_core, serve, plain, tmp_path
         await client.open_draft(f"unix:{tmp_path}/nobody")
         assert (await client.until_told("draft_lost")).code == "UNAVAILABLE"
         client.draft(K)  # has no effect
-        decode = pb.MultiStepDecode(epoch=1, committed_len=client.first.committed_len, num_tokens=NUM_TOKENS)
-        client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+        client.decode(NUM_TOKENS)
         verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == plain(prompt, NUM_TOKENS)
 
@@ -482,8 +475,7 @@ async def test_a_draft_of_the_opening_that_cannot_be_reached(start_core, serve, 
     async with start_core() as core, session(serve, core, tmp_path, prompt, draft=asked) as client:
         if not client.opened.opens_draft:  # nobody listens at such an address: the gateway asks for tokens
             assert address.startswith("unix-abstract")
-            decode = pb.MultiStepDecode(epoch=1, committed_len=client.first.committed_len, num_tokens=NUM_TOKENS)
-            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+            client.decode(NUM_TOKENS)
         verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == plain(prompt, NUM_TOKENS)
         assert [told.draft_lost.code for told in client.told] == ["UNAVAILABLE"] * client.opened.opens_draft

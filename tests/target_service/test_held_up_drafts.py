@@ -29,9 +29,7 @@ async def test_a_proposal_that_is_held_up_is_not_waited_for(start_core, serve, p
     draft = StreamingDraft(prompt, text, pause=lambda: next(pauses, 0.0))
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
-            await client.open_draft(address)
-            await client.until_told("draft_opened")
-            client.draft(K)
+            await client.use_draft(address)
             began = time.monotonic()
             verdicts = await client.rest()
             assert time.monotonic() - began < HELD_UP_S - 1.0

@@ -14,7 +14,6 @@ from specdec.rules import Rule
 from specdec.settings import ServerSettings
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import draft_service_pb2_grpc as draft_grpc
-from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from target_service.scheduler.round_coalescer import RoundCoalescer
 from target_service.session.session import Session
@@ -117,9 +116,7 @@ class StreamingDraft(ScriptedDraft):
 
 async def drafted(client, address, text, act=lambda _: None):
     """The verdicts of a session whose draft is at an address: they have the text. ``act`` is called with each."""
-    await client.open_draft(address)
-    await client.until_told("draft_opened")
-    client.draft(K)
+    await client.use_draft(address)
     verdicts = await client.rest(act)
     assert tokens_of(client.first, verdicts) == text
     assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
@@ -274,8 +271,7 @@ async def test_a_known_draft_is_asked_with_its_opening(  # noqa: PLR0917 (fixtur
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
             await client.open_draft(address)
-            message = pb.MultiStepDecode(epoch=1, committed_len=len(prompt) + 1, num_tokens=NUM_TOKENS)
-            client.stream.post(pb.VerifyRequest(multi_step_decode=message))
+            client.decode(NUM_TOKENS)
             await until(lambda: len(draft.asked) > 3)
             draft.may_open.set()
             verdicts = await client.rest(lambda _: wants and client.draft(K))

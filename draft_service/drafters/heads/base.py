@@ -14,7 +14,7 @@ from typing import Final, Generic, Protocol, Self, TypeVar
 
 import torch
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, num_short_steps
+from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, num_short_steps, warm_up_specs
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from engine.chains import StopFlags
@@ -33,9 +33,8 @@ from engine.sampling.state import SamplingState
 from specdec import __version__
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
 from specdec.process.cores import usable_cores
-from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
+from specdec.rules import Rule
 from specdec.settings import DTYPES, DraftSettings, ModelSettings
 from specdec.state_dtypes import ELEMENT_BYTES
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
@@ -231,12 +230,11 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
             await asyncio.to_thread(self._thread.close)
 
     async def warm_up(self) -> None:
-        """Draft once for every rule, so that no session pays for the first time."""
+        """Draft once in every way."""
         width, num_tokens = self._state_width, min(2, self.info.num_speculative_tokens)
         data = bytes(ELEMENT_BYTES["float32"] * width)
-        for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
-            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
-            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+        for spec in warm_up_specs():
+            state = self.open(spec)
             self.advance(state, 1, (0,), (HiddenStates(0, width, "float32", data),))
             if self.room(state) >= num_tokens:
                 await self.draft([DraftJob(state, state.num_pending, num_tokens)])

@@ -23,7 +23,13 @@ async def create_message(generation: Generation, body: MessagesBody, request: Re
     """Answer one call."""
     call = MessageCall(generation, body, request)
     if body.stream:
-        return EventResponse(call.events(), call.headers, encode=encode_named_event, end=b"")
+        return EventResponse(
+            call.events(),
+            call.headers,
+            encode=encode_named_event,
+            end=b"",
+            describe=lambda error: anthropic_error(*body_of(error)),
+        )
     return JSONResponse(await while_connected(request.receive, call.answer()), headers=call.headers)
 
 
@@ -51,25 +57,13 @@ class MessageCall:
 
     async def answer(self) -> dict[str, Any]:
         """The whole message."""
-        async with aclosing(self._events()) as events:
+        async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
         return self._writer.message
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream. An error after the first one is the last event."""
-        has_begun = False
-        try:
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    has_begun = True
-                    yield event
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield anthropic_error(*body_of(error))
-
-    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream."""
         writer, ended, has_begun = self._writer, ("stop", None), False
         async with aclosing(self._chat.events()) as pieces:
             async for piece in pieces:

@@ -36,7 +36,7 @@ async def create_response(
         await call.prepare(request)
     headers = name_ignored(body.ignored())
     if body.stream:
-        return EventResponse(call.events(), headers, encode=encode_named_event, end=b"")
+        return EventResponse(call.events(), headers, encode=encode_named_event, end=b"", describe=call.fail)
     content = await while_connected(request.receive, call.answer())
     return Response(content, media_type="application/json", headers=headers)
 
@@ -113,46 +113,37 @@ class ResponseCall:
 
     async def answer(self) -> bytes:
         """The whole response, as JSON."""
-        with _named_here():
-            async with aclosing(self._events()) as events:
-                async for _ in events:
-                    pass
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
         return self._content or encode_json(self._writer.response)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream. An error after the first one ends the response as failed."""
-        has_begun = False
-        try:
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    has_begun = True
-                    yield event
-        except Exception as error:
-            if not has_begun:
-                with _named_here():
-                    raise
-            code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
-            yield self._writer.fail(code, body_of(error)[1]["error"]["message"])
-
-    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream."""
         writer, finish_reason, has_begun = self._writer, "stop", False
-        async with aclosing(self._chat.events()) as pieces:
-            async for piece in pieces:
-                if not has_begun:  # errors before this have their own status
-                    has_begun = True
-                    for event in writer.begin():
-                        yield event
-                for choice in piece["choices"]:
-                    for event in writer.add(choice):
-                        yield event
-                    finish_reason = choice["finish_reason"] or finish_reason
-                if not piece["choices"]:
-                    writer.response |= {"usage": _usage(piece["usage"]), "metrics": piece["metrics"]}
+        with _named_here():
+            async with aclosing(self._chat.events()) as pieces:
+                async for piece in pieces:
+                    if not has_begun:  # errors before this have their own status
+                        has_begun = True
+                        for event in writer.begin():
+                            yield event
+                    for choice in piece["choices"]:
+                        for event in writer.add(choice):
+                            yield event
+                        finish_reason = choice["finish_reason"] or finish_reason
+                    if not piece["choices"]:
+                        writer.response |= {"usage": _usage(piece["usage"]), "metrics": piece["metrics"]}
         writer.response["completed_at"] = int(time.time())
         for event in writer.end(finish_reason):
             if event.get("response") is writer.response:
                 self._keep()  # before the client can ask for it
             yield event
+
+    def fail(self, error: Exception) -> dict[str, Any]:
+        """The last event of a stream that an error ends: the response has failed."""
+        code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+        return self._writer.fail(code, body_of(error)[1]["error"]["message"])
 
     def _keep(self) -> None:
         if not self._is_kept:

@@ -138,15 +138,13 @@ async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
     assert sum(await accepted_per_round(4, Rule.COUPLED)) < 0.9 * 4 * 200
 
 
-async def test_another_model_is_accepted_sometimes_and_text_is_the_targets(start_core, spec, make_target, other_engine):
+async def check_coupled_text(start, make_target, engine, opening):
     """With real disagreements all along, the coupled text is what the target writes alone."""
-    opening = spec(PROMPT, rule=Rule.COUPLED, temperature=1.0)
-    alone = make_target(other_engine, opening)
+    alone, target = make_target(engine, opening), make_target(engine, opening)
     while len(alone.state) < 300:
         alone.verify()
-    target = make_target(other_engine, opening)
     total = 0
-    async with start_core(k=4) as core:
+    async with start(k=4) as core:
         session = await core.open(opening)
         _, news = target.verify()
         while len(target.state) < 300:
@@ -158,6 +156,11 @@ async def test_another_model_is_accepted_sometimes_and_text_is_the_targets(start
     assert total > 0
     alone.close()
     target.close()
+
+
+async def test_another_model_is_accepted_sometimes_and_text_is_the_targets(start_core, spec, make_target, other_engine):
+    opening = spec(PROMPT, rule=Rule.COUPLED, temperature=1.0)
+    await check_coupled_text(start_core, make_target, other_engine, opening)
 
 
 async def run_session(core, opening, rounds, seed):

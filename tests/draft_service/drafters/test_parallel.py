@@ -23,7 +23,13 @@ from specdec.rules import Rule
 from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
 from tests.draft_service.conftest import CONTEXT, MASK, VOCAB, build_draft, save_parallel
 from tests.draft_service.drafters import test_lookup_rules as counted
-from tests.draft_service.drafters.test_draft_model import chi_square, draws_and_row, others, run_session
+from tests.draft_service.drafters.test_draft_model import (
+    check_coupled_text,
+    chi_square,
+    draws_and_row,
+    others,
+    run_session,
+)
 from tests.draft_service.proposing import propose
 from tests.draft_service.test_engine_stream import advance, opening, step
 from tests.llamas import build_llama
@@ -168,22 +174,7 @@ async def test_q_rows_are_what_tokens_were_drawn_from(start_parallel, spec, posi
 
 async def test_coupled_text_is_the_targets(start_parallel, spec, make_target, kindred_engine):
     opening = spec(PROMPT, rule=Rule.COUPLED, temperature=1.0)
-    alone, target = make_target(kindred_engine, opening), make_target(kindred_engine, opening)
-    while len(alone.state) < 300:
-        alone.verify()
-    total = 0
-    async with start_parallel(k=4) as core:
-        session = await core.open(opening)
-        _, news = target.verify()
-        while len(target.state) < 300:
-            proposal = await propose(session, len(target.state) - len(news), news, 4)
-            count, news = target.verify(proposal)
-            total += count
-        await session.close()
-    assert target.state.token_ids[:300] == alone.state.token_ids[:300]
-    assert total > 0
-    alone.close()
-    target.close()
+    await check_coupled_text(start_parallel, make_target, kindred_engine, opening)
 
 
 @pytest.fixture

@@ -171,7 +171,8 @@ def test_what_is_wrong_or_does_not_compile_is_not_chosen(
     def faulty(x: torch.Tensor, own: Product, eps: float, tiles: Tiles, out: torch.Tensor | None) -> torch.Tensor:
         if tiles in {TILES[0], LARGE_TILES[0]}:
             raise RuntimeError("out of resources: shared memory")
-        found = original(x, own, eps, tiles, out)
+        # The interpreter takes seconds for more rows.
+        found = original(x, own, eps, tiles, out) if len(x) <= ROWS[0] else by_torch(x, own, eps, out)
         is_wrong = tiles == TILES[1] or len(x) > 256
         return found.index_fill_(0, torch.tensor([2], device=found.device), 9.0) if is_wrong else found
 

@@ -21,4 +21,4 @@ from specdec.process.open_files import RESERVE, cap_connections
 )
 def test_files_are_left_for_others(monkeypatch, soft, num_other_files, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert cap_connections(4096, num_servers=2, num_other_files=num_other_files) == expected
+    assert cap_connections(4096, num_other_files=num_other_files) == expected

@@ -105,9 +105,8 @@ async def test_a_flood_over_tls(tmp_path, caplog):
 
 async def test_unfinished_headers_are_not_kept(monkeypatch):
     """A client in the middle of its headers cannot acknowledge the settings, and what it has sent takes memory."""
-    monkeypatch.setattr(
-        rpc_server, "SERVER_OPTIONS", (*rpc_server.SERVER_OPTIONS, ("grpc.http2.settings_timeout", 200))
-    )
+    options = dict(rpc_server.SERVER_OPTIONS) | {"grpc.http2.settings_timeout": 200}
+    monkeypatch.setattr(rpc_server, "SERVER_OPTIONS", tuple(options.items()))
     assert rpc_server.SETTINGS_TIMEOUT_MS <= 5000
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

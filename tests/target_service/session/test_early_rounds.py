@@ -22,9 +22,11 @@ async def counts(core):
 
 
 async def rest_of(session, num_tokens):
-    """The verdicts up to ``num_tokens`` more tokens; the text continues without being asked."""
+    """The verdicts up to ``num_tokens`` more tokens; the text continues after a round."""
     verdicts = []
     while sum(len(verdict.token_ids) for verdict in verdicts) < num_tokens:
+        if verdicts and not verdicts[-1].num_multi_step_left:
+            session.multi_step_decode(session.committed_len, NUM_TOKENS)
         verdicts.append(await session.receive())
     return verdicts
 
@@ -69,7 +71,7 @@ async def test_a_round_at_every_length(start_core, params, lag, wrong_at):
             draft = drafted[1 + offset : 7 + offset]
             if wrong_at is not None and wrong_at < len(draft):
                 draft[wrong_at] = (draft[wrong_at] + 1) % VOCAB
-            session.offer(Proposal(1, n + offset, tuple(draft)), NUM_TOKENS)
+            session.offer(Proposal(1, n + offset, tuple(draft)))
             verdicts = await rest_of(session, NUM_TOKENS - 1)
             assert (*session.first.token_ids, *text_of(verdicts)) == text
             assert verdicts[-1].finish_reason is FinishReason.LENGTH
@@ -109,23 +111,22 @@ async def test_q_rows_are_cut_with_their_tokens(start_core, rule):
         await session.close()
 
 
-async def test_a_round_ends_multi_step_decode_unless_it_asks_for_more(start_core, plain):
+async def test_a_round_ends_multi_step_decode(start_core, plain):
     prompt = make_prompt(2)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
         slow(core)
-        for more, left in ((0, 0), (12, 7)):
-            session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
-            n = session.first.committed_len
-            assert session.first.num_multi_step_left == 14
-            session.offer(Proposal(1, n, text[1:5]), more)
-            verdicts = [await session.receive()]
-            while not verdicts[-1].num_draft_tokens:
-                verdicts.append(await session.receive())
-            assert verdicts[-1].num_multi_step_left == left + 5 - len(text_of(verdicts))
-            if not more:
-                await nothing_comes(session)
-            await session.close()
+        session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
+        n = session.first.committed_len
+        assert session.first.num_multi_step_left == 14
+        session.offer(Proposal(1, n, text[1:5]))
+        verdicts = [await session.receive()]
+        while not verdicts[-1].num_draft_tokens:
+            verdicts.append(await session.receive())
+        assert verdicts[-1].num_multi_step_left == 0
+        assert text_of(verdicts) == text[1:6]
+        await nothing_comes(session)
+        await session.close()
 
 
 async def test_a_newer_round_replaces_one_that_waits(start_core, plain):
@@ -181,7 +182,7 @@ async def test_a_tree_is_verified_only_where_nothing_was_committed_since(start_c
         session.multi_step_decode(n, NUM_TOKENS - 1)
         if is_late:
             await until(lambda: watch.batches)  # a step runs and will commit a token
-        session.offer(Proposal(1, n, ((text[1] + 1) % VOCAB, text[1]), parents=(-1, -1)), NUM_TOKENS - 1)
+        session.offer(Proposal(1, n, ((text[1] + 1) % VOCAB, text[1]), parents=(-1, -1)))
         watch.gate.set()
         verdicts = await rest_of(session, NUM_TOKENS - 1)
         assert text_of(verdicts) == text[1:]
@@ -217,12 +218,9 @@ async def test_multi_step_decode_from_before_a_round_is_stale(start_core, plain)
     async with start_core() as core:
         session = await core.open(make_spec(prompt, NUM_TOKENS))
         n = session.first.committed_len
-        session.offer(Proposal(1, n, text[1:4]), 8)
-        verdicts = await rest_of(session, 5)
+        session.offer(Proposal(1, n, text[1:4]))
+        assert (await session.receive()).token_ids == text[1:5]
         session.multi_step_decode(n, 12)
         assert await counts(core) == (1, 0)
-        done = len(text_of(verdicts))
-        verdicts += await rest_of(session, 8 - done)
-        assert text_of(verdicts) == text[1:9]
         await nothing_comes(session)
         await session.close()

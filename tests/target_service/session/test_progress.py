@@ -17,9 +17,9 @@ def opened(num_multi_step=0, max_len=MAX):
     return progress
 
 
-def in_round(until_after=0):
+def in_round():
     progress = opened()
-    progress.ask(until_after)
+    progress.ask()
     assert progress.state is State.ROUND
     return progress
 
@@ -31,15 +31,14 @@ def test_prefilling_may_be_followed_by_multi_step_decode(num_tokens, state):
     assert progress.may_be_late(PROMPT + 1) == (num_tokens > 0)
 
 
-@pytest.mark.parametrize(("num_after", "state"), [(0, State.IDLE), (3, State.ENDING), (5, State.MULTI_STEP)])
-def test_a_round_and_what_follows_it(num_after, state):
+def test_a_round():
     base = PROMPT + 1
-    progress = in_round(base + num_after if num_after else 0)
+    progress = in_round()
     assert not progress.is_multi_step
     progress.take_round()
-    assert progress.state is (State.MULTI_STEP if num_after else State.ROUND)
+    assert progress.state is State.ROUND
     progress.commit(2, is_round=True)
-    assert (progress.committed_len, progress.state) == (base + 2, state)
+    assert (progress.committed_len, progress.state) == (base + 2, State.IDLE)
     assert not progress.decode(base, 1), "what came of a round is not of multi-step decode"
     assert progress.decode(base + 2, 4)
 
@@ -68,8 +67,23 @@ def test_multi_step_decode_that_is_stopped_brings_one_more_token():
     assert progress.state is State.IDLE
 
 
-def test_stopping_takes_what_follows_a_round():
-    progress = in_round(MAX)
+@pytest.mark.parametrize(
+    ("max_len", "state"), [(MAX, State.MULTI_STEP), (PROMPT + 4, State.ENDING), (PROMPT + 3, State.IDLE)]
+)
+def test_multi_step_decode_goes_on_after_a_round_of_a_stream(max_len, state):
+    progress = opened(9, max_len)
+    progress.ask_in_place(goes_on=True)
+    progress.take_round()
+    assert progress.state is State.MULTI_STEP
+    progress.commit(2, is_round=True)
+    assert (progress.num_multi_step_left, progress.state) == (max_len - PROMPT - 3, state)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_stopping_takes_what_follows_a_round(goes_on):
+    progress = opened(9)
+    progress.ask_in_place(goes_on=goes_on)
+    assert progress.state is State.MULTI_STEP
     progress.stop_decoding()
     progress.take_round()
     assert progress.state is State.ROUND
@@ -77,8 +91,7 @@ def test_stopping_takes_what_follows_a_round():
 
 def test_a_round_in_place_of_a_token():
     progress = opened(9)
-    progress.ask_in_place(0)
-    assert progress.state is State.MULTI_STEP
+    progress.ask_in_place(goes_on=False)
     progress.take_round()
     assert progress.state is State.ROUND
 

@@ -20,7 +20,15 @@ from torch.nn.functional import one_hot
 
 from target_service.verification.rules.drafts import Drafts, Q
 from target_service.verification.rules.residual import residual
-from tests.target_service.verification.rules.test_exact import F64, LAWS, Acceptance, World, target_joint, world
+from tests.target_service.verification.rules.test_exact import (
+    F64,
+    LAWS,
+    Acceptance,
+    World,
+    completed,
+    target_joint,
+    world,
+)
 
 Truncation = Callable[[World, tuple[int, ...]], int]
 
@@ -53,12 +61,7 @@ def error(w: World, law: Acceptance, cut: Truncation, forced: tuple[int, ...] = 
         left = residual(w.p, drafts, q, accepted, scale[:, tau])
         share = weight * law_[:, tau] * reached
         mass = share[:, None] * left / left.sum(-1, keepdim=True).clamp_min(1e-300)
-        heads = torch.zeros([w.num_tokens] * (tau + 1), dtype=F64)
-        for x, row in zip(drafts.token_ids[:, :tau].tolist(), mass, strict=True):
-            heads[tuple(x)] += row
-        marginal = joint.flatten(tau + 1).sum(-1) if tau < w.k else joint
-        tail = joint / marginal.reshape(*marginal.shape, *[1] * (w.k - tau)).clamp_min(1e-300)
-        out += heads.reshape(*heads.shape, *[1] * (w.k - tau)) * tail
+        out += completed(w, joint, drafts.token_ids[:, :tau], mass)
     return float((out - joint).abs().sum())
 
 

@@ -88,6 +88,19 @@ def target_joint(w: World) -> Tensor:
     return joint
 
 
+def completed(w: World, joint: Tensor, accepted: Tensor, mass: Tensor) -> Tensor:
+    """Probabilities of texts [V] * (k + 1) that begin with ``accepted`` [B, tau] and a token of ``mass`` [B, V]; the
+    target, whose ``joint`` is given, writes the rest.
+    """
+    tau = accepted.shape[1]
+    heads = torch.zeros([w.num_tokens] * (tau + 1), dtype=F64)
+    for x, row in zip(accepted.tolist(), mass, strict=True):
+        heads[tuple(x)] += row
+    marginal = joint.flatten(tau + 1).sum(-1) if tau < w.k else joint
+    tail = joint / marginal.reshape(*marginal.shape, *[1] * (w.k - tau)).clamp_min(1e-300)
+    return heads.reshape(*heads.shape, *[1] * (w.k - tau)) * tail
+
+
 def drafts_of(w: World, length: int) -> tuple[Drafts, Q, Tensor]:
     """All chains of a length, padded to k; q with shuffled, padded supports; each chain's probability."""
     chains = list(product(range(w.num_tokens), repeat=length))
@@ -145,12 +158,7 @@ def output_joint(
         drawn = left / left.sum(-1, keepdim=True)
         mass = (weight * law_[:, tau])[:, None] * (drawn.nan_to_num(0) if fails else ended(drawn))  # [B, V]
         expected += tau * float((weight * law_[:, tau]).sum())
-        heads = torch.zeros([w.num_tokens] * (tau + 1), dtype=F64)
-        for x, row in zip(drafts.token_ids[:, :tau].tolist(), mass, strict=True):
-            heads[tuple(x)] += row
-        marginal = joint.flatten(tau + 1).sum(-1) if tau < w.k else joint
-        tail = joint / marginal.reshape(*marginal.shape, *[1] * (w.k - tau)).clamp_min(1e-300)
-        out += heads.reshape(*heads.shape, *[1] * (w.k - tau)) * tail
+        out += completed(w, joint, drafts.token_ids[:, :tau], mass)
     return out, expected
 
 

@@ -59,6 +59,31 @@ class World:
             q[i, ids] = weights / weights.sum()
         return q
 
+    @property
+    def joint(self) -> Array:
+        """Joint distribution of k + 1 tokens under the target: [V] * (k + 1)."""
+        joint, p = np.ones(()), self.p
+        for n in range(self.k + 1):
+            rows = [self.prefixes[x] for x in product(range(self.num_tokens), repeat=n)]
+            joint = joint[..., None] * p[rows].reshape([self.num_tokens] * (n + 1))
+        return joint
+
+
+def bisect(count: int, is_below: Callable[[Array], npt.NDArray[np.bool_]]) -> Array:
+    """For each of so many rounds the number up to which ``is_below`` holds, in [0, 1]."""
+    low, high = np.zeros(count), np.ones(count)
+    for _ in range(54):
+        middle = (low + high) / 2
+        below = is_below(middle)
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return low
+
+
+def law_of_token(count: int, num_tokens: int, token_of: Callable[[Array], npt.NDArray[np.int64]]) -> Array:
+    """The distribution [B, V] of a token that grows with the uniform number it is chosen by."""
+    ends = [bisect(count, lambda u, v=v: token_of(u) <= v) for v in range(num_tokens - 1)]  # type: ignore[misc]
+    return np.diff(np.stack([np.zeros(count), *ends, np.ones(count)], 1), axis=1)
+
 
 def world(num_tokens: int, k: int, seed: int, kind: str = "random") -> World:
     g = np.random.default_rng(seed)
@@ -120,15 +145,6 @@ class Chains:
             assert valid == (not self.may_end or 0 not in x[:end])
         return accepted, np.array([token_id if valid else 0 for _, token_id, valid in decisions])
 
-    def bisect(self, is_below: Callable[[Array], npt.NDArray[np.bool_]]) -> Array:
-        """For each chain the number up to which ``is_below`` holds, in [0, 1]."""
-        low, high = np.zeros(len(self)), np.ones(len(self))
-        for _ in range(54):
-            middle = (low + high) / 2
-            below = is_below(middle)
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return low
-
     def thresholds(self) -> Array:
         """The probability that draft i passes by itself: [B, length]. Under token, where the drafts before passed."""
         found = np.zeros((len(self), self.length))
@@ -141,7 +157,7 @@ class Chains:
                 numbers[:, i] = u
                 return self.decide(numbers, u)[0] == i + 1
 
-            found[:, i] = self.bisect(is_below)
+            found[:, i] = bisect(len(self), is_below)
         return found
 
     def law(self) -> Array:
@@ -158,21 +174,13 @@ class Chains:
         numbers = np.full((len(self), self.length), FAIL)
         numbers[:, (slice(tau) if self.rule is Rule.TOKEN else slice(max(0, tau - 1), tau))] = PASS
         accepted, _ = self.decide(numbers, np.zeros(len(self)))
-        ends = [
-            self.bisect(lambda u, v=v: self.decide(numbers, u)[1] <= v)  # type: ignore[misc]
-            for v in range(self.logits.shape[1] - 1)
-        ]
-        sums = np.stack([np.zeros(len(self)), *ends, np.ones(len(self))], 1)
-        return np.diff(sums, axis=1) * (accepted == tau)[:, None]
+        law = law_of_token(len(self), self.logits.shape[1], lambda u: self.decide(numbers, u)[1])
+        return law * (accepted == tau)[:, None]
 
 
 def error(w: World, rule: Rule, length: int, kernels: Any) -> tuple[float, float]:
     """Distance of the verified output's joint distribution from the target's, and expected accepted tokens."""
-    v, k, p = w.num_tokens, w.k, w.p
-    joint = np.ones(())
-    for n in range(k + 1):
-        rows = [w.prefixes[x] for x in product(range(v), repeat=n)]
-        joint = joint[..., None] * p[rows].reshape([v] * (n + 1))
+    v, k, joint = w.num_tokens, w.k, w.joint
     chains = Chains(w, rule, length, kernels)
     law, out, expected = chains.law(), np.zeros([v] * (k + 1)), 0.0
     for tau in range(length + 1):

@@ -18,7 +18,15 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from target_service.verification.rounds import Round
 from tests.target_service.verification.rules.planted import TREE_BUGS, PlantedVerifier
-from tests.target_service.verification.rules.test_native_exact import FAIL, PASS, Array, World, world
+from tests.target_service.verification.rules.test_native_exact import (
+    FAIL,
+    PASS,
+    Array,
+    World,
+    bisect,
+    law_of_token,
+    world,
+)
 
 #: Pairs after the committed tokens and after one of them, three siblings, a chain beside a leaf.
 SHAPES = [(-1, -1), (-1, -1, -1), (-1, -1, 0, 0), (-1, 0, -1, 1)]
@@ -64,14 +72,6 @@ class Trees:
         numbers[:, trees.path_to(self.parents, node)] = PASS
         return numbers
 
-    def bisect(self, is_below: Any) -> Array:
-        low, high = np.zeros(len(self.ids)), np.ones(len(self.ids))
-        for _ in range(54):
-            middle = (low + high) / 2
-            below = is_below(middle)
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return low
-
     def ratio(self, node: int) -> Array:
         """The probability that a token passes where those before it on its path did and its elder siblings did not."""
         numbers = self.passing(self.parents[node])
@@ -80,27 +80,19 @@ class Trees:
             numbers[:, node] = u
             return self.decide(numbers, u)[:, 0] == node + 1
 
-        return self.bisect(is_below)
+        return bisect(len(self.ids), is_below)
 
     def next_law(self, place: int, num_tokens: int) -> Array:
         """The distribution of the token at a place where nothing more passes: [B, V]; nothing where that cannot be."""
         numbers = self.passing(place - 1)
-        ends = [
-            self.bisect(lambda u, v=v: self.decide(numbers, u)[:, 1] <= v)  # type: ignore[misc]
-            for v in range(num_tokens - 1)
-        ]
-        sums = np.stack([np.zeros(len(self.ids)), *ends, np.ones(len(self.ids))], 1)
         there = self.decide(numbers, np.zeros(len(self.ids)))[:, 0] == place
-        return np.diff(sums, axis=1) * there[:, None]
+        law = law_of_token(len(self.ids), num_tokens, lambda u: self.decide(numbers, u)[:, 1])
+        return law * there[:, None]
 
 
 def error(w: World, parents: Sequence[int], kernels: Any) -> float:
     """Distance of the verified output's joint distribution from the target's; without q the worst tree's."""
-    v, k, p = w.num_tokens, w.k, w.p
-    joint = np.ones(())
-    for n in range(k + 1):
-        rows = [w.prefixes[x] for x in product(range(v), repeat=n)]
-        joint = joint[..., None] * p[rows].reshape([v] * (n + 1))
+    v, k, joint = w.num_tokens, w.k, w.joint
     drafted = Trees(w, parents, kernels)
     reach = np.zeros((len(drafted.ids), len(parents) + 1))
     reach[:, 0] = drafted.weight
