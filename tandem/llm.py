@@ -285,8 +285,9 @@ async def _next(chunks: AsyncGenerator[GenerationChunk, None]) -> GenerationChun
 
 
 def _close(loop: BackgroundLoop, embedded: Embedded) -> None:
-    loop.run(embedded.close())
-    loop.close()
+    if loop.is_here:
+        loop.run(embedded.close())
+        loop.close()
 
 
 def _list_predictions(given: Sequence[str], count: int) -> Sequence[str]:

@@ -1,5 +1,7 @@
 """The offline API on the bundled pair."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -259,6 +261,23 @@ def test_a_checkpoint_that_cannot_be_a_draft(tmp_path) -> None:
     safetensors.numpy.save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="different vocabularies"):
         LLM(TARGET, speculative_config={"model": str(tmp_path)})
+
+
+def test_a_fork_says_that_it_has_only_a_copy(llm: LLM) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # it waited forever
+        try:
+            llm.generate("x", GREEDY, use_tqdm=False)
+        except InvalidRequest as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert f"a fork's copy of that in process {os.getpid()}; make a new one here" in os.read(read, 1000).decode()
+    os.close(read)
+    os.waitpid(pid, 0)
 
 
 def test_use_after_close_is_an_error() -> None:
