@@ -1,5 +1,6 @@
 """What the REST face refuses, and that it names the field."""
 
+import gzip
 import json
 
 import pytest
@@ -171,6 +172,8 @@ JSON = {"Content-Type": "application/json"}
     (b"", {}, "the body is empty"),
     (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, "Content-Type is 'text/plain'; send application/json"),
     (b'{"prompt": "a"}', {}, "Content-Type is missing; send application/json"),
+    (gzip.compress(b'{"prompt": "a"}'), JSON | {"Content-Encoding": "gzip"}, "is 'gzip'; send the body as it is"),
+    (b'{"seed": ' + b"1" * 5000 + b"}", JSON, "(4300 digits) for integer string conversion: value has 5000 digits"),
     (b"[1]", JSON, "the body is no JSON object"),
     (b'"a"', JSON, "the body is no JSON object"),
 ])  # fmt: skip
@@ -178,9 +181,12 @@ async def test_bodies_that_are_no_object(stand, content, headers, words):
     response = await stand.http.post("/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+    assert "sys." not in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("change", "words"), [
+    ({"prompt": ["a"] * 5, "n": 128}, "5 prompts times n = 128 is above the limit of 512 sequences"
+     " (--max-concurrent-sequences); lower n, or send fewer prompts"),
     ({"prompt": [-1]}, "prompt.0 is -1; it must be at least 0"),
     ({"prompt": [[5, -1]]}, "prompt.0.1 is -1; it must be at least 0"),
     ({"prompt": ["a", 1]}, "prompt.1 must be text"),
