@@ -9,6 +9,7 @@ under any other it is as it was. So no family needs code of its own, and the che
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from specdec.errors import ModelNotSupported
 #: What one call of a recurrence keeps of each sequence.
 RecurrentShape: TypeAlias = ConvolutionShape | StateShape
 RecurrentCache: TypeAlias = torch.Tensor | StateCache
+#: In transformers' advice to install faster kernels of recurrences; its own run at load only.
+ADVICE = "falling back to its reference"
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 
 def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
     """Give the recurrences of a model to :mod:`engine.recurrent`; none where it has none that is known."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_concerns_passes)
     mixers = []
     uneven = []
     for module in model.modules():
@@ -115,6 +119,11 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
     for module in uneven if mixers else ():
         module.forward = partial(run_evenly, module.forward)
     return mixers
+
+
+def _concerns_passes(record: logging.LogRecord) -> bool:
+    """False for an advice that would change no pass."""
+    return ADVICE not in record.getMessage()
 
 
 def _changed(forward: FunctionType, called: Iterable[str], mixer: Mixer) -> FunctionType:

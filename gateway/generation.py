@@ -45,6 +45,7 @@ from gateway.workers.threads import FairThreads
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable, quote
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
+from specdec.structured_outputs import asked_by
 from specdec.types import ModelInfo
 
 if TYPE_CHECKING:  # it loads OpenTelemetry
@@ -247,7 +248,10 @@ class Generation:
         timeout_s = min((each for each in timeouts_s if each is not None), default=None)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         request = replace(request, attachment=request.attachment or current_attachment())
-        check_request(request, self.settings, self.router.model())
+        with_tools = request.reply is not None and request.reply.structured_outputs is not None
+        name = "tools" if with_tools else request.outputs_field
+        with asked_by(name):
+            check_request(request, self.settings, self.router.model())
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
@@ -268,6 +272,7 @@ class Generation:
         with (
             self.request_log.request(request_id) as record,
             self.clients.tokens(caller, num_tokens) as tokens,
+            asked_by(name),
         ):
             tokens.num_used = len(prompt)
             streams = [

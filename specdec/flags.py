@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
+from decimal import Decimal
 from types import NoneType
 from typing import Any, Final, NoReturn, TypeVar
 
-from specdec.errors import did_you_mean
+from specdec.errors import did_you_mean, quote
 from specdec.settings.option import Option, groups_of, options_of
 
 S = TypeVar("S")
@@ -17,6 +19,9 @@ _ABSENT: Final = object()
 
 #: What stands for a value in help texts.
 METAVARS: Final[Mapping[type, str]] = {int: "N", float: "X", str: "TEXT"}
+#: What the last letter of a whole number multiplies it with, as in vLLM.
+_FACTORS: Final = {letter: base**power for power, letters in enumerate(("kK", "mM", "gG", "tT"), 1)
+                   for base, letter in zip((1000, 1024), letters, strict=True)}  # fmt: skip
 #: Optional flags that a usage line lists; more of them become one word.
 _LISTED_FLAGS: Final = 6
 
@@ -46,9 +51,40 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse after spelling every flag with hyphens."""
+        """Parse after spelling every flag with hyphens, and vLLM's ``--flag.key value`` as ``--flag '{"key": …}'``."""
         given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(hyphenate(given), namespace)
+        return super().parse_known_args(self._join_keys(hyphenate(given)), namespace)
+
+    def _join_keys(self, args: Sequence[str]) -> list[str]:
+        result: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        rest = iter(args)
+        for arg in rest:
+            if arg == "--":
+                result += [arg, *rest]
+                break
+            name, equals, value = arg.partition("=")
+            flag, _, path = name.partition(".")
+            action = self._option_string_actions.get(flag) if path else None
+            if action is None or action.nargs is not None or action.type is not None:
+                result.append(arg)
+                continue
+            if not equals and (value := next(rest, "")) == "":
+                self.error(f"argument {name}: expected one argument")
+            flag = action.option_strings[0]
+            *outer, last = path.split(".")
+            place: Any = objects.setdefault(flag, {})
+            for key in outer:
+                place = place.setdefault(key, {}) if isinstance(place, dict) else place
+            if not isinstance(place, dict) or last in place:
+                self.error(f"argument {name}: the key is given twice")
+            place[last] = _json_or_text(value)
+        for flag, keys in objects.items():
+            names = self._option_string_actions[flag].option_strings
+            if any(arg.partition("=")[0] in names for arg in result):
+                self.error(f"argument {flag}: given whole and by keys; give one of them")
+            result[:0] = [flag, json.dumps(keys)]
+        return result
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Leave because of arguments that no flag takes."""
@@ -58,6 +94,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Leave with one line and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -98,7 +141,8 @@ def hyphenate(args: Sequence[str]) -> list[str]:
         if arg == "--":
             return [*result, *args[index:]]
         name, equals, value = arg.partition("=")
-        result.append(flag_of(name) + equals + value if name.startswith("--") else arg)
+        flag, dot, keys = name.partition(".")
+        result.append(flag_of(flag) + dot + keys + equals + value if name.startswith("--") else arg)
     return result
 
 
@@ -155,7 +199,23 @@ def _argument(option: Option) -> dict[str, Any]:
     if tuple[int, ...] in option.kinds:
         return {**common, "type": whole_numbers, "metavar": "N,M"}
     kind = next(kind for kind in option.kinds if kind is not NoneType)
-    return {**common, **({"choices": option.choices} if option.choices else {"type": kind, "metavar": METAVARS[kind]})}
+    if option.choices:
+        return {**common, "choices": option.choices}
+    return {**common, "type": {int: whole_number}.get(kind, kind), "metavar": METAVARS[kind]}
+
+
+def whole_number(text: str) -> int:
+    """``4096``, and as in vLLM ``4k`` (4000) and ``4K`` (4096)."""
+    factor = _FACTORS.get(text[-1:], 1)
+    try:
+        value = int(text) if factor == 1 else Decimal(text[:-1]) * factor
+        if value != int(value):
+            raise ValueError
+    except (ValueError, ArithmeticError):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no whole number such as 4096, 4k (4000) or 4K (4096)"
+        ) from None
+    return int(value)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from json import dumps
 from typing import Any, Final
@@ -11,6 +13,12 @@ from specdec.errors import InvalidRequest, quote
 
 #: The fields of which one is given.
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+#: The parameter's name in errors.
+_FIELD: Final = "structured_outputs"
+#: The same in a message, with the kind after it.
+_NAMED: Final = re.compile(rf"{_FIELD}([. ]({'|'.join(KINDS)})\b)?")
+#: What errors quote of a grammar: where they are in it, and the lines around.
+_LINES: Final = re.compile(r" at \d+\(\d+\):| \d+ \| .*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,8 @@ class StructuredOutputsParams:
                     raise _refusal(f"{name} is no JSON: {error}") from error
         value = getattr(self, self.kind)
         if self.kind not in {"json_object", "choice"} and not isinstance(value, str):
-            raise _refusal(f"{self.kind} is {quote(value)}; give a text")
+            expected = "a schema" if self.kind == "json" else "a tag" if self.kind == "structural_tag" else "a text"
+            raise _refusal(f"{self.kind} is {quote(value)}; give {expected}")
         try:
             _ = self.num_bytes
         except UnicodeEncodeError as error:
@@ -94,5 +103,18 @@ def read_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**value)
 
 
+@contextmanager
+def asked_by(name: str) -> Iterator[None]:
+    """Errors about structured outputs name the field that asked for them, such as ``response_format``; empty: this."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != _FIELD or name in ("", _FIELD):
+            raise
+        # Places and lines of a grammar help only those who wrote it.
+        text = _LINES.sub("", str(error)) if name == "tools" else str(error)
+        raise InvalidRequest(_NAMED.sub(name, text, count=1), param=name) from error
+
+
 def _refusal(text: str) -> InvalidRequest:
-    return InvalidRequest(f"structured_outputs {text}", param="structured_outputs")
+    return InvalidRequest(f"{_FIELD} {text}", param=_FIELD)

@@ -17,7 +17,7 @@ from gateway.acceptance_check import StartUpCheck
 from gateway.requests.conversation import Conversation, read_conversation
 from gateway.requests.types import GenerationChunk, GenerationRequest
 from gateway.text.chat_template import read_template
-from specdec.errors import InvalidRequest, did_you_mean
+from specdec.errors import InvalidRequest, did_you_mean, quote
 from specdec.params import SamplingParams
 from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
 from specdec.settings.option import options_of
@@ -142,13 +142,14 @@ class LLM:
         ``tool_choice`` and ``parallel_tool_calls`` are OpenAI's, the rest as in :meth:`generate`.
         """
         check_further(further)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
+        conversations = [messages] if is_one else list(messages)
         params = _list_params(sampling_params, len(conversations))
         expected = _list_predictions(predictions, len(conversations))
         requests = [
             self._chat_request(
                 Conversation(
-                    messages=conversation,  # type: ignore[arg-type]
+                    messages=_read_messages(conversation),
                     tools=tools or (),
                     tool_choice=tool_choice,
                     parallel_tool_calls=parallel_tool_calls,
@@ -220,7 +221,7 @@ class LLM:
     ) -> Iterator[GenerationChunk]:
         """The same for the answer to a conversation, which each piece has as ``message``, too."""
         params = sampling_params or SamplingParams()
-        conversation = Conversation(messages=messages, structured_outputs=params.structured_outputs)
+        conversation = Conversation(messages=_read_messages(messages), structured_outputs=params.structured_outputs)
         return self._iterate(self._chat_request(conversation, params))
 
     def _iterate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
@@ -284,8 +285,9 @@ async def _next(chunks: AsyncGenerator[GenerationChunk, None]) -> GenerationChun
 
 
 def _close(loop: BackgroundLoop, embedded: Embedded) -> None:
-    loop.run(embedded.close())
-    loop.close()
+    if loop.is_here:
+        loop.run(embedded.close())
+        loop.close()
 
 
 def _list_predictions(given: Sequence[str], count: int) -> Sequence[str]:
@@ -333,6 +335,8 @@ def _list_prompts(prompts: Any) -> list[tuple[str | Sequence[int], str]]:
     """One prompt or many, in any of vLLM's forms, as texts or token ids, each with its salt."""
     if prompts is None:
         raise InvalidRequest("no prompts are given", param="prompts")
+    if not hasattr(prompts, "__len__"):
+        raise InvalidRequest(f"prompts is {quote(prompts)}; give a prompt or a list of them", param="prompts")
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [_read_prompt(prompt) for prompt in ([prompts] if one else prompts)]
 
@@ -351,9 +355,26 @@ def _read_prompt(prompt: Any) -> tuple[str | Sequence[int], str]:
     raise InvalidRequest(f"a prompt is text, token ids or an object, not {type(prompt).__name__}", param="prompts")
 
 
+def _read_messages(messages: Any) -> list[Mapping[str, Any]]:
+    """A conversation whose contents are texts. Raises :class:`InvalidRequest` for other forms."""
+    from gateway.rest.message_schemas import read_content  # noqa: PLC0415 (pydantic)
+
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        raise InvalidRequest(
+            f'messages holds {quote(messages)}; a conversation is a list of {{"role": …, "content": …}}',
+            param="messages",
+        )
+    return [{**message, "content": read_content(message.get("content"))} for message in messages]
+
+
 def _list_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or OfflineParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequest(
+            f"sampling_params is {quote(params)}; give SamplingParams, or a list of them", param="sampling_params"
+        )
     if len(params) != count:
         raise InvalidRequest(f"{count} prompts came with {len(params)} sampling_params", param="sampling_params")
     return list(params)

@@ -64,8 +64,9 @@ def read_speculation(
     merged: dict[str, Any] = {}
     named = [(OLDER_NAMES[name], value, name) for name, value in (older or {}).items() if value is not None]
     for key, value, place in [*named, *((*each, "speculative_config") for each in _mapping(config).items())]:
-        if merged.setdefault(key, value) != value:
+        if key in merged and merged[key] != value:
             raise InvalidRequest(f"{key} is given twice, as {merged[key]!r} and as {value!r} in {place}", param=key)
+        merged[key] = value
     if merged.get("model") in _NGRAM:
         del merged["model"]
         merged.setdefault("method", "ngram")

@@ -136,6 +136,15 @@ def read_keys(path: Path, limits: ClientLimits) -> list[ApiKey]:
     return list(keys.values())
 
 
+def check_key_name(name: object) -> None:
+    """Raise :class:`InvalidRequest` for what cannot be the name of a key."""
+    require(
+        isinstance(name, str) and _NAME.fullmatch(name) is not None,
+        "name",
+        f"name is {name!r}; use 1 to 64 letters, digits, dots, hyphens and underscores",
+    )
+
+
 def _read_key(line: str, limits: ClientLimits) -> ApiKey:
     try:
         fields: Any = json.loads(line)
@@ -143,11 +152,7 @@ def _read_key(line: str, limits: ClientLimits) -> ApiKey:
         fields = None
     require(isinstance(fields, dict), "name", "it is no JSON object; make a line with: tandem key NAME")
     name, digest = fields.pop("name", None), fields.pop("sha256", None)
-    require(
-        isinstance(name, str) and _NAME.fullmatch(name) is not None,
-        "name",
-        f"name is {name!r}; use 1 to 64 letters, digits, dots, hyphens and underscores",
-    )
+    check_key_name(name)
     require(
         isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None,
         "sha256",

@@ -125,10 +125,11 @@ def source_of(text: str) -> AddressSource:
     if text.startswith(("unix:/", "unix-abstract:")):
         return Listed(text)
     host, _, port = address.removeprefix(DNS).rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
+    is_bare_ipv6 = ":" in host and not host.startswith("[")
+    if not host or not port.isdecimal() or int(port) > 65535 or "/" in host or is_bare_ipv6:
         raise InvalidRequest(
-            f"{quote(text)} is no address; write host:port, unix:/path, unix-abstract:name, dns:///host:port or"
-            " file:path"
+            f"{quote(text)} is no address; write host:port, [IPv6]:port, unix:/path, unix-abstract:name,"
+            " dns:///host:port or file:path"
         )
     if address.startswith(DNS):
         return DnsName(host, int(port), f"{prefix}http://" if prefix else "")

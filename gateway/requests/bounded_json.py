@@ -30,7 +30,8 @@ def parse_json(raw: bytes, limits: RequestLimits, *, max_model_len: int, param: 
     except RecursionError:
         raise _too_deep(limits.max_json_depth, param) from None
     except ValueError as error:
-        raise InvalidRequest(f"{param or _BODY} is not JSON: {error}", param=param) from None
+        reason = str(error).partition("; use sys.")[0]  # Python's remedy for its limit of digits is no client's
+        raise InvalidRequest(f"{param or _BODY} is not JSON: {reason}", param=param) from None
     _check_depth(value, limits.max_json_depth, param)
     return value
 

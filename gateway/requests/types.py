@@ -48,6 +48,8 @@ class GenerationRequest:
     add_special_tokens: bool = True
     #: How the answer of a chat is read; None: it is text.
     reply: ReplyPlan | None = None
+    #: The field that asked for ``params.structured_outputs``, as errors name it where no tools did; empty: itself.
+    outputs_field: str = ""
     #: Id for logs and answers; empty draws one.
     request_id: str = ""
     #: Report where each token came from.

@@ -19,6 +19,8 @@ _TYPES: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+#: Names of fields of a chat, as errors name them, and what they are here.
+_NAMES: Final[Mapping[str | None, str]] = {"response_format": "output_config.format"}
 
 
 def is_anthropics(path: str) -> bool:
@@ -29,4 +31,7 @@ def is_anthropics(path: str) -> bool:
 def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     """The body of an error, made from OpenAI's. It is that of an event, too."""
     kind = _TYPES.get(status) or _TYPES[500 if status >= 500 else 400]
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+    message, param = body["error"]["message"], body["error"]["param"]
+    if (here := _NAMES.get(param)) is not None:
+        message = message.replace(param, here, 1)
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -129,7 +129,8 @@ class Body(BaseModel):
     @classmethod
     def _unknown(cls, name: str) -> InvalidRequest:
         shown = name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…"
-        known = [each for each in FOREIGN_NAMES.get(name, ()) if each in cls.model_fields]
+        kinds = kinds_of(cls)
+        known = [each for each in FOREIGN_NAMES.get(name, ()) if each in kinds and not isinstance(kinds[each], Refused)]
         near = known or difflib.get_close_matches(shown, cls.model_fields, n=1, cutoff=_SIMILARITY)
         remedy = f"did you mean {cls._place(near[0])!r}?" if near else "docs/api.md lists the fields of this server"
         if name in WRAPPERS and not cls.path:

@@ -66,7 +66,9 @@ class Completion:
         limit = self._generation.settings.max_concurrent_sequences
         if len(prompts) * self._n > limit:
             raise InvalidRequest(
-                f"{len(prompts)} prompts times n = {quote(self._n)} is above the limit of {limit}", param="n"
+                f"{len(prompts)} prompts times n = {quote(self._n)} is above the limit of {limit} sequences"
+                " (--max-concurrent-sequences); lower n, or send fewer prompts",
+                param="n",
             )
         limit_tokens = body.limit_tokens()
         max_tokens = DEFAULT_MAX_TOKENS if limit_tokens is None else limit_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -37,6 +37,18 @@ class MessagePart(Body):
         if not isinstance(given.get("text"), str):
             raise InvalidRequest("messages.content holds a part of type 'text' without its text", param="messages")
         return given
+
+
+def read_content(content: Any) -> Any:
+    """Parts of a content, not yet checked, as one text; other contents as they are, and none as an empty text."""
+    if not isinstance(content, list | tuple):
+        return content or ""
+    return join_parts([MessagePart.model_validate(part) for part in content])
+
+
+def join_parts(parts: Iterable[MessagePart]) -> str:
+    """The text of a content that was given in parts."""
+    return "\n".join(part.text for part in parts)
 
 
 class CalledFunction(Body):
@@ -104,7 +116,7 @@ class Message(Body):
         """What a chat template gets: content as one text."""
         content = self.content or ""
         if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+            content = join_parts(content)
         result: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             result["tool_calls"] = [call.as_template() for call in self.tool_calls]

@@ -28,6 +28,7 @@ from gateway.rest.schemas import (
 from gateway.text.processor import TextProcessor
 from specdec.errors import InvalidRequest
 from specdec.settings import GatewaySettings
+from specdec.structured_outputs import asked_by
 from specdec.types import ModelInfo
 
 B = TypeVar("B", bound=Body)
@@ -76,7 +77,8 @@ def render_chat(
         variables=variables,
         structured_outputs=body.wanted_outputs(),
     )
-    prompt, plan = read_conversation(text, conversation, model)
+    with asked_by(body.outputs_field):
+        prompt, plan = read_conversation(text, conversation, model)
     body.keep_plan(plan)
     # The template has put the special tokens where they belong.
     special = body.add_special_tokens is True
@@ -152,7 +154,8 @@ def _keep(
         check_name("request_id", body.request_id or "")
         check_name("session_id", body.session_id or "")
         check_name("prompt_cache_key", body.prompt_cache_key or "")
-        check_params(body.sampling(max_tokens=None, logprobs=None), text.settings, model)
+        with asked_by(body.outputs_field):
+            check_params(body.sampling(max_tokens=None, logprobs=None), text.settings, model)
         tokens = [_token_ids(prompt, text, model, special=special) for prompt in prompts.given]
         prompts = replace(prompts, given=[_packed(ids) for ids in tokens])
         prediction = _packed(encode_prediction(text, str(prediction), model))

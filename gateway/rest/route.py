@@ -98,7 +98,7 @@ class BodyRoute(ApiRoute):
     async def _read(self, request: Request) -> Any:
         with self._generation.buffers.request(current_caller().client) as buffer:
             raw = await _read_bytes(request, buffer)
-            _check_content(raw, request.headers.get("content-type", ""))
+            _check_content(raw, request.headers)
             reading = self._generation.read(self._reading.read, raw, buffer, has_chat=self._reading.has_chat)
             return await (reading if len(raw) <= SMALL_REQUEST else while_connected(request.receive, reading))
 
@@ -119,9 +119,12 @@ async def _read_bytes(request: Request, buffer: RequestBuffer) -> bytes:
     return bytes(body)
 
 
-def _check_content(raw: bytes, content_type: str) -> None:
+def _check_content(raw: bytes, headers: Mapping[str, str]) -> None:
+    content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
     if not raw:
         raise InvalidRequest("the body is empty; send a JSON object")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise InvalidRequest(f"the header Content-Encoding is {quote(encoding)}; send the body as it is")
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         given = f"is {quote(content_type)}" if content_type else "is missing"

@@ -16,13 +16,18 @@ from gateway.text.replies import ReplyPlan
 from specdec.errors import InvalidRequest, quote
 from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
 from specdec.rules import Rule
-from specdec.structured_outputs import StructuredOutputsParams
+from specdec.structured_outputs import StructuredOutputsParams, asked_by
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FAIL_FAST]
 Texts = Annotated[list[str], FAIL_FAST]
 #: Digits of the largest token id of a message, 2^32 - 1.
 MAX_TOKEN_ID_DIGITS: Final = 10
+#: The fields that say what the text must look like.
+_OUTPUTS: Final = (
+    *("response_format", "structured_outputs"),
+    *("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+)
 if TYPE_CHECKING:
     RuleName = str
 else:
@@ -239,13 +244,20 @@ class SamplingBody(SamplingFields):
             cache_salt=self.cache_salt or "",
             prediction=self.read.prediction,
             return_token_metrics=bool(self.return_token_metrics),
+            outputs_field=self.outputs_field,
             **given,
         )
 
     def wanted_outputs(self) -> StructuredOutputsParams | None:
         """What the text must look like. Raises :class:`InvalidRequest` where fields ask for different texts."""
-        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("choice", "grammar", "json", "regex")}
-        return structured_outputs_of(self.response_format, self.structured_outputs, guided)
+        with asked_by(self.outputs_field):
+            guided = {kind: getattr(self, f"guided_{kind}") for kind in ("choice", "grammar", "json", "regex")}
+            return structured_outputs_of(self.response_format, self.structured_outputs, guided)
+
+    @property
+    def outputs_field(self) -> str:
+        """The first field that says what the text must look like; empty where none does."""
+        return next((name for name in _OUTPUTS if getattr(self, name) not in (None, {"type": "text"})), "")
 
     def _logit_bias(self) -> dict[int, float]:
         result = {}
@@ -328,7 +340,7 @@ class ChatBody(SamplingBody):
     def num_logprobs(self) -> int | None:
         """Log-probabilities per position; None where none are asked for."""
         top = self.top_logprobs
-        if top is not None and not self.logprobs:
+        if top and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if top is not None and not 0 <= top <= MAX_LOGPROBS:
             raise InvalidRequest(f"top_logprobs is {quote(top)}, outside [0, {MAX_LOGPROBS}]", param="top_logprobs")

@@ -199,8 +199,9 @@ def _read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not vocab.is_file() or not merges.is_file():
         raise InvalidRequest(
-            f"{folder} has neither tokenizer.json nor vocab.json with merges.txt; convert the tokenizer once with"
-            " transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+            f"{folder} has neither tokenizer.json nor vocab.json with merges.txt; give --tokenizer with a folder that"
+            " has one, or convert the tokenizer once with transformers:"
+            " AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
             param="tokenizer",
         )
     tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))

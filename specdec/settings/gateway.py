@@ -93,6 +93,12 @@ class GatewaySettings(RequestLimits):
     def __post_init__(self) -> None:
         RequestLimits.__post_init__(self)
         check_endpoint(self.otlp_traces_endpoint)
+        require(
+            all(name.strip() for name in self.served_model_name),
+            "served_model_name",
+            f"served_model_name is {', '.join(map(repr, self.served_model_name))}; leave it out for the model's own"
+            " name, or give names that are not empty",
+        )
         require_authentication(
             self.published_host or self.host,
             is_authenticated=self.asks_for_key or self.tls.ca_certs is not None or self.insecure,

@@ -113,6 +113,7 @@ class BenchReport:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write the files."""
     _check(args)
+    _check_files(args)
     pyplot = load_pyplot() if args.plot else None
     tune_environment()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
@@ -136,6 +137,14 @@ def run(args: argparse.Namespace) -> int:
     if pyplot is not None:
         draw_report(pyplot, report.title, report.sections, args.plot)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse before the measurement what could not be written after it."""
+    for name in ("json", "plot"):
+        folder = Path(getattr(args, name) or ".").parent
+        if not folder.is_dir():
+            raise InvalidRequest(f"--{name} names a file in {folder}, which is no folder; make it first", param=name)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import json
 import secrets
 import sys
 
-from gateway.access.keys import digest_of
+from gateway.access.keys import check_key_name, digest_of
 from specdec.flags import add_flags, settings_from
 from specdec.settings import ClientLimits
 from specdec.settings.option import options_of
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the line to standard output and the key to standard error; the key is kept nowhere."""
+    check_key_name(args.name)
     limits = settings_from(ClientLimits, args)
     given = {name: value for name in options_of(ClientLimits) if (value := getattr(limits, name)) is not None}
     key = f"sk-{secrets.token_urlsafe(32)}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
+from specdec.errors import InvalidRequest
 
 T = TypeVar("T")
 
@@ -27,9 +30,15 @@ class BackgroundLoop:
     """Runs coroutines on its thread; the caller waits for their results."""
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that has the thread: a fork has a copy without it."""
+        return os.getpid() == self._pid
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine."""
@@ -38,8 +47,15 @@ class BackgroundLoop:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end.
 
-        A KeyboardInterrupt cancels it, waits until it has cleaned up, and is raised.
+        A KeyboardInterrupt cancels it, waits until it has cleaned up, and is raised. In a fork, which would wait
+        forever, it is an :class:`InvalidRequest`.
         """
+        if not self.is_here:
+            work.close()
+            raise InvalidRequest(
+                f"this LLM is a fork's copy of that in process {self._pid}; make a new one here, or start processes by"
+                " spawn (multiprocessing.get_context)"
+            )
         ended = threading.Event()
 
         async def watched() -> T:

@@ -165,7 +165,7 @@ def test_over_rest_and_with_a_draft_that_is_killed(stack):
         assert len({answer["choices"][0]["text"] for answer in answers}) == 1
         jsonschema.validate(json.loads(answers[0]["choices"][0]["text"]), SCHEMA)
         refused = post(json=body | {"guided_json": {"type": "array", "uniqueItems": True}})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_json")
         assert "uniqueItems" in refused.json()["error"]["message"]
         refused = post(json=body | {"guided_regex": "a", "guided_choice": ["b"]})
         assert refused.status_code == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import mixers
 from engine.engine import Engine, Segment
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
@@ -281,6 +283,25 @@ def test_zamba2_in_bfloat16(tools: SimpleNamespace, tmp_path: Path) -> None:
                 weight.mul_(0.5)
     model.save_pretrained(tmp_path)
     assert load.load_engine(settings).info.dtype == "bfloat16"
+
+
+def test_nobody_is_told_to_install_kernels_that_no_pass_uses(
+    load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning)  # transformers' own, now each time
+    library = logging.getLogger("transformers")
+    library.addHandler(handler)
+    try:
+        load_engine("qwen3_5")
+        assert not [text for text in told if "much slower" in text]
+        monkeypatch.setattr(mixers, "ADVICE", "another advice")
+        load_engine("qwen3_5")
+        assert [text for text in told if "much slower" in text]
+    finally:
+        library.removeHandler(handler)
 
 
 @pytest.mark.parametrize(("name", "read"), [("olmo_hybrid", set()), ("jamba", {"dt_proj"}), ("mamba", {"dt_proj"})])

@@ -83,3 +83,21 @@ def test_a_folder_with_other_files_is_told(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / "ca" / name).write_text("no certificate")
     assert cli.main(["certs", str(tmp_path)]) == 2
     assert f"certificates cannot be made in {tmp_path}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--host", "a.example", "bad host"), "host is 'bad host'; give IP addresses, or names"),
+        (("--host", ""), "host is ''; give"),
+        (("--host", "ä.example"), "host is 'ä.example'; give"),
+        (("--days", "0"), "days is 0; it must be in [1, 36500]"),
+        (("--days", "100000000"), "days is 100000000; it must be in"),
+    ],
+)
+def test_what_no_certificate_can_hold_is_named_and_nothing_is_written(
+    argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["certs", str(tmp_path / "certs"), *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "certs").exists()

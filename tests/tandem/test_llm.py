@@ -1,8 +1,11 @@
 """The offline API on the bundled pair."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +195,29 @@ def test_chat(llm: LLM) -> None:
     assert one[0].prompt.startswith("<|user|>")
     assert one[0].prompt.count("<|endoftext|>") == 0
     assert [output.outputs[0].text for output in two] == [one[0].outputs[0].text] * 2
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Write a function."}]}]
+    assert llm.chat(parts, GREEDY, use_tqdm=False)[0].prompt == one[0].prompt
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "params", "message"),
+    [
+        ("generate", 5, GREEDY, "prompts is 5; give a prompt or a list of them"),
+        ("generate", "x", {"max_tokens": 3}, "sampling_params is {'max_tokens': 3}; give SamplingParams"),
+        ("generate", ["x"], [{"max_tokens": 3}], "give SamplingParams, or a list of them"),
+        ("chat", "hi", GREEDY, "messages holds 'hi'; a conversation is a list of"),
+        ("chat", [5], GREEDY, "messages holds 5; a conversation is a list of"),
+        ("chat", [{"content": "hi"}], GREEDY, "a conversation is a list of"),
+        ("chat", [IMAGE], GREEDY, "part of type 'image_url'; this server reads parts of type 'text' only"),
+        ("stream_chat", "hi", GREEDY, "messages holds 'hi'"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(llm: LLM, method: str, given: object, params: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        list(getattr(llm, method)(given, params))
 
 
 def test_chat_templates_get_their_variables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +261,23 @@ def test_a_checkpoint_that_cannot_be_a_draft(tmp_path) -> None:
     safetensors.numpy.save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="different vocabularies"):
         LLM(TARGET, speculative_config={"model": str(tmp_path)})
+
+
+def test_a_fork_says_that_it_has_only_a_copy(llm: LLM) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # it waited forever
+        try:
+            llm.generate("x", GREEDY, use_tqdm=False)
+        except InvalidRequest as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert f"a fork's copy of that in process {os.getpid()}; make a new one here" in os.read(read, 1000).decode()
+    os.close(read)
+    os.waitpid(pid, 0)
 
 
 def test_use_after_close_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -196,8 +197,10 @@ def _named_here() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        error.param = CHAT_NAMES.get(error.param or "", error.param)
-        raise
+        name = error.param or ""
+        if (here := CHAT_NAMES.get(name)) is None:
+            raise
+        raise type(error)(re.sub(rf"\b{re.escape(name)}\b", here, str(error)), param=here) from error
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

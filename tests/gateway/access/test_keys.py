@@ -237,6 +237,14 @@ def test_a_key_is_made_with_its_line(tmp_path, capsys):
     assert (caller.key, caller.limits.client_tokens_per_minute) == ("alice", 500)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65])
+def test_a_key_whose_line_would_damage_the_file_is_not_made(name, capsys):
+    assert tandem(["key", name]) == 2
+    made = capsys.readouterr()
+    assert not made.out
+    assert "use 1 to 64 letters, digits, dots" in made.err
+
+
 def test_keys_of_the_environment_are_read_and_never_shown():
     call = [
         sys.executable,

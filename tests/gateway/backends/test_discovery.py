@@ -50,8 +50,10 @@ async def running(fleet):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:", ":1", "host:1x", "host:70000", "file:", "dns:///host", "dns://host:1", "http://a:1"]
-)
+    "text",
+    ["", "host", "host:", ":1", "host:1x", "host:70000", "file:", "dns:///host", "dns://host:1", "http://a:1", "a:1:2",
+     "::1:50061"],
+)  # fmt: skip
 def test_what_is_no_address(text):
     with pytest.raises(InvalidRequest, match="write host:port"):
         source_of(text)

@@ -109,6 +109,7 @@ async def test_fields_that_would_change_the_answer_are_refused_by_name(stand):
     ("/v1/completions", body_of(max_new_tokens=8), "did you mean 'max_tokens'?"),
     ("/v1/responses", {"input": "x", "max_tokens": 8}, "did you mean 'max_output_tokens'?"),
     ("/v1/responses", {"input": "x", "n_predict": 8}, "did you mean 'max_output_tokens'?"),
+    ("/v1/responses", {"input": "x", "messages": [1]}, "did you mean 'input'?"),
     (CHAT, chat_of(stop_sequences=["a"]), "did you mean 'stop'?"),
     (CHAT, chat_of(prompt="x"), "did you mean 'messages'?"),
     (CHAT, chat_of(extra_body={"top_k": 1}), "unknown field 'extra_body'; put what it holds into the body itself"),

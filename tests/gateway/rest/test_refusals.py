@@ -1,10 +1,14 @@
 """What the REST face refuses, and that it names the field."""
 
+import gzip
 import json
 
 import pytest
 
+from specdec.errors import InvalidRequest
+from tests.gateway.fakes import Faults
 from tests.gateway.rest.test_rest import body_of, chat_of, post
+from tests.gateway.text.formats import FORMATS
 
 BAD_COMPLETIONS = [
     ({"unknown_field": 1}, "unknown_field"),
@@ -75,8 +79,8 @@ BAD_CHATS = [
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ({"structured_outputs": {"json": {"a": 1}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"jsn": {"a": 1}}}, "structured_outputs"),
-    ({"guided_choice": [""]}, "structured_outputs"),
-    ({"guided_regex": "a" * 70_000}, "structured_outputs"),
+    ({"guided_choice": [""]}, "guided_choice"),
+    ({"guided_regex": "a" * 70_000}, "guided_regex"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
@@ -87,6 +91,34 @@ BAD_CHATS = [
     ({"messages": None}, "messages"),
     ({"prompt": "x"}, "prompt"),
 ]
+
+
+REASON = 'structured_outputs.{} cannot be honoured: {}Unimplemented keys: ["uniqueItems"]'
+GRAMMAR = REASON.format("grammar", "at 4(9): failed to compile: ") + " 2 | calls: call ^ 3 | call: call_0"
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("stand", [{"chat_template": FORMATS["hermes"].chat_template}], indirect=True)
+@pytest.mark.parametrize(("path", "given", "reason", "field"), [
+    ("/v1/completions", {"structured_outputs": {"regex": "a"}}, REASON.format("regex", ""), "structured_outputs.regex"),
+    ("/v1/completions", {"guided_grammar": "a"}, GRAMMAR, "guided_grammar"),
+    ("/v1/chat/completions", {"response_format": FORMAT}, REASON.format("json", ""), "response_format"),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required"}, GRAMMAR, "tools"),
+    ("/v1/responses", {"text": {"format": {"type": "json_object"}}}, REASON.format("json_object", ""), "text.format"),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, REASON.format("json", ""),
+     "output_config.format"),
+])  # fmt: skip
+async def test_a_target_that_refuses_a_language_is_told_in_the_clients_words(stand, path, given, reason, field):
+    """The target knows one field for what REST has several for, and makes a grammar of tools."""
+    stand.targets[0].faults = Faults(open={0: InvalidRequest(reason, param="structured_outputs")})
+    chat = {"/v1/completions": body_of, "/v1/responses": lambda **more: {"input": "hi"} | more}.get(path, chat_of)
+    response = await post(stand, path, **chat(**given))
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["message"].startswith(f"{field} cannot be honoured:")
+    assert ("call_0" in error["message"]) == (field == "guided_grammar")
+    assert error.get("param", field) == field.removesuffix(".regex")
 
 
 async def test_words_that_leave_no_token(stand, tokenizer):
@@ -111,6 +143,7 @@ async def test_fields_that_ask_for_the_default_are_accepted(stand):
     unused = {"best_of": 1, "suffix": "", "use_beam_search": False, "response_format": {"type": "text"}}
     assert (await post(stand, **body_of(**unused))).status_code == 200
     unused = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    unused |= {"logprobs": False, "top_logprobs": 0}
     assert (await post(stand, "/v1/chat/completions", **chat_of(**unused))).status_code == 200
 
 
@@ -139,6 +172,8 @@ JSON = {"Content-Type": "application/json"}
     (b"", {}, "the body is empty"),
     (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, "Content-Type is 'text/plain'; send application/json"),
     (b'{"prompt": "a"}', {}, "Content-Type is missing; send application/json"),
+    (gzip.compress(b'{"prompt": "a"}'), JSON | {"Content-Encoding": "gzip"}, "is 'gzip'; send the body as it is"),
+    (b'{"seed": ' + b"1" * 5000 + b"}", JSON, "(4300 digits) for integer string conversion: value has 5000 digits"),
     (b"[1]", JSON, "the body is no JSON object"),
     (b'"a"', JSON, "the body is no JSON object"),
 ])  # fmt: skip
@@ -146,9 +181,12 @@ async def test_bodies_that_are_no_object(stand, content, headers, words):
     response = await stand.http.post("/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+    assert "sys." not in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("change", "words"), [
+    ({"prompt": ["a"] * 5, "n": 128}, "5 prompts times n = 128 is above the limit of 512 sequences"
+     " (--max-concurrent-sequences); lower n, or send fewer prompts"),
     ({"prompt": [-1]}, "prompt.0 is -1; it must be at least 0"),
     ({"prompt": [[5, -1]]}, "prompt.0.1 is -1; it must be at least 0"),
     ({"prompt": ["a", 1]}, "prompt.1 must be text"),

@@ -158,6 +158,8 @@ def test_a_lookup_is_measured_without_a_draft_service(capsys: pytest.CaptureFixt
         (["--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:2", "--k", "2"], "leave --k and --rules out"),
         (["--url", "grpc://127.0.0.1:1", "--extra-body", '{"a": 1}'], "--extra-body is for HTTP"),
         (["--plain-url", "http://127.0.0.1:1"], "give --url, too"),
+        (["--json", "no/such/out.json"], "--json names a file in no/such, which is no folder; make it first"),
+        (["--plot", "no/such/out.png"], "--plot names a file in no/such"),
         (["--synthetic-acceptance-length", "6"], "with k = 4 it is 1 to 5"),
         (["--synthetic-acceptance-length", "2", "--services", "embedded"], "a target of its own"),
         (["--synthetic-acceptance-length", "2", "--acceptance-lengths"], "leave --acceptance-lengths out"),

@@ -103,6 +103,8 @@ def test_a_model_alone_runs_plain() -> None:
         ("python-12m", "--speculative_config", PAIR),
         ("python-12m", f"--speculative_config={PAIR}"),
         ("python-12m", "-sc", PAIR),
+        ("python-12m", "--speculative-config.model", "python-1m", "--speculative_config.num_speculative_tokens=5"),
+        ("-sc.num_speculative_tokens", "5", "python-12m", "--speculative-config.model", "python-1m"),
         ("--model", "python-12m", "--speculative-model", "python-1m", "--num-speculative-tokens", "5"),
         ("--model", "python-12m", "--speculative_model", "python-1m", "--num_speculative_tokens", "5",
          "--use-v2-block-manager", "--speculative-draft-tensor-parallel-size", "1"),
@@ -256,6 +258,8 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}'), "at least 0"),
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_spec_factor": -1}'), "at least 0"),
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}'), "must be in [0, 1]"),
+        (("python-12m", "-sc", '{"model": "python-1m", "num_speculative_tokens": NaN}'), "is nan; it must be a whole"),
+        (("python-12m", "--served-model-name", ""), "served_model_name is ''; leave it out"),
         (("python-12m", "--port", "99999"), "port is 99999; it must be in [0, 65535]"),
         (("python-12m", "--request-timeout-s", "0"), "must be above 0"),
         (("python-12m", "--max-concurrent-sequences", "0"), "must be at least 1"),
@@ -266,6 +270,36 @@ def test_mistakes_are_named(argv: tuple[str, ...], message: str, capsys: pytest.
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--max-model-len", "2kk"), "'2kk' is no whole number such as 4096, 4k (4000) or 4K (4096)"),
+        (("--max-model-len", "0.5"), "'0.5' is no whole number"),
+        (("--max-model-len", "1.0001k"), "'1.0001k' is no whole number"),
+        (("-sc.model",), "argument -sc.model: expected one argument"),
+        (("-sc.method", "ngram", "-sc", "{}"), "--speculative-config: given whole and by keys; give one of them"),
+        (("-sc.method", "ngram", "-sc.method", "suffix"), "-sc.method: the key is given twice"),
+        (("--compilation-config.a", "1", "--compilation-config.a.b", "2"), "-config.a.b: the key is given twice"),
+        (("--port.x", "1"), "unrecognized arguments: --port.x 1"),
+    ],
+)
+def test_wrong_numbers_and_keys_are_named(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "python-12m", *argv])
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_vllms_whole_numbers_and_nested_keys() -> None:
+    args = parse("python-12m", "--max-model-len", "1K", "--kv-cache-memory-bytes", "1.5g", "--max-num-seqs", "7",
+                 "--compilation-config.pass_config.fuse", "true", "--compilation-config.mode=x")  # fmt: skip
+    assert (args.max_model_len, args.kv_cache_memory_bytes, args.max_num_seqs) == (1024, 1_500_000_000, 7)
+    assert json.loads(args.compilation_config) == {"pass_config": {"fuse": True}, "mode": "x"}
 
 
 @pytest.mark.parametrize("argv", [("--prot", "1"), ("--dtype", "int3"), ("--port", "x")])
