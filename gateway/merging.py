@@ -13,16 +13,16 @@ T = TypeVar("T")
 MAX_WAITING: Final = 64
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Run all streams at once. The first error ends them all; leaving early closes them all.
 
     One stream begins in each iteration of the event loop: that of a sample first encodes its prompt for the services.
+    A single one is returned as it is.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue(MAX_WAITING)
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

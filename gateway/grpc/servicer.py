@@ -139,13 +139,12 @@ def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None
 def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:
     """A chunk as a message."""
     response = pb.GenerateResponse(
-        text=chunk.content,
-        token_ids=chunk.token_ids,
-        logprobs=codec.encode_logprobs(entry.position for entry in chunk.logprobs),
-        token_metrics=[pb.TokenMetrics(**each.report()) for each in chunk.token_metrics],
-        request_id=chunk.request_id,
-        index=chunk.index,
+        text=chunk.content, token_ids=chunk.token_ids, request_id=chunk.request_id, index=chunk.index
     )
+    if chunk.logprobs:
+        response.logprobs.extend(codec.encode_logprobs(entry.position for entry in chunk.logprobs))
+    if chunk.token_metrics:
+        response.token_metrics.extend(pb.TokenMetrics(**each.report()) for each in chunk.token_metrics)
     if chunk.message is not None:
         response.reasoning_content = chunk.message.reasoning
         response.tool_calls.extend(pb.ToolCall(**asdict(call)) for call in chunk.message.calls)
