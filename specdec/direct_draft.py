@@ -35,11 +35,13 @@ class DirectDraftSession:
             raise self._loss.result()
         self.opened = self._opening.result()
 
-    def ask(self, num_draft_tokens: int) -> None:
-        """Have the target ask for so many tokens after each verdict."""
-        if num_draft_tokens != self._num_draft_tokens:
-            self._num_draft_tokens = num_draft_tokens
-            self._draft(num_draft_tokens)
+    def ask(self, num_draft_tokens: int) -> bool:
+        """Have the target ask for so many tokens after each verdict; whether it did not do so."""
+        if num_draft_tokens == self._num_draft_tokens:
+            return False
+        self._num_draft_tokens = num_draft_tokens
+        self._draft(num_draft_tokens)
+        return True
 
     async def receive(self) -> NoReturn:
         """Wait until the draft is lost, and raise why; ``CancelledError`` where the target's session is over."""

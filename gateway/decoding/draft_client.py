@@ -233,8 +233,8 @@ class DraftClient:
         draft.k = min(k, draft.session.opened.num_speculative_tokens)
         try:
             if isinstance(draft.session, DirectDraftSession):
-                draft.session.ask(draft.k)
-            elif target_goes_on and draft.states.layers and self._states.end < len(self._state) - 1:
+                return draft.session.ask(draft.k)
+            if target_goes_on and draft.states.layers and self._states.end < len(self._state) - 1:
                 return False
             else:
                 await self._advance(draft, draft.session)
