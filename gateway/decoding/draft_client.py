@@ -236,8 +236,7 @@ class DraftClient:
                 return draft.session.ask(draft.k)
             if target_goes_on and draft.states.layers and self._states.end < len(self._state) - 1:
                 return False
-            else:
-                await self._advance(draft, draft.session)
+            await self._advance(draft, draft.session)
         except Exception as error:
             self._lose(draft, error)
         return True
