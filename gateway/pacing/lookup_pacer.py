@@ -111,8 +111,8 @@ class LookupPace:
         self._is_plain = True
         self._window: tuple[LookupTimes, int] | None = None
         self._num_rounds, self._saved = 0, 0.0
-        #: Verdicts from one lookup to the next, and since the latest one.
-        self._pause, self._num_passed = 1, 0
+        #: Verdicts from one lookup to the next, and since the latest one: the first verdict is not recorded.
+        self._pause, self._num_passed = 1, 1
         self._is_open = True
         self._pacer.num_sessions += 1
         pacer.add_sessions(1)
