@@ -35,7 +35,7 @@ from specdec.errors import ModelNotSupported
 RecurrentShape: TypeAlias = ConvolutionShape | StateShape
 RecurrentCache: TypeAlias = torch.Tensor | StateCache
 #: In transformers' advice to install faster kernels of recurrences; its own run at load only.
-ADVICE = "falling back to its reference"
+_ADVICE: Final = "falling back to its reference"
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
 
 def _concerns_passes(record: logging.LogRecord) -> bool:
     """False for an advice that would change no pass."""
-    return ADVICE not in record.getMessage()
+    return _ADVICE not in record.getMessage()
 
 
 def _changed(forward: FunctionType, called: Iterable[str], mixer: Mixer) -> FunctionType:

@@ -118,7 +118,7 @@ class LookupPace:
         pacer.add_sessions(1)
 
     @property
-    def num_pauses(self) -> int:
+    def pause_left(self) -> int:
         """Verdicts after which nothing is looked up, from now on, if no window ends."""
         if self._is_fixed:
             return 0

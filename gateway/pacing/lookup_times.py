@@ -17,13 +17,10 @@ from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS
 #: draft's rounds. Where rounds seem to cost nothing, or less than nothing, the machine may have become faster: then
 #: plain tokens are measured after as many windows.
 MEMORY: Final = 16
-#: Price of a round in plain tokens where none was measured. A round takes the place of a token of multi-step decode,
-#: and the target is one token ahead of the message.
+#: Price of a round in plain tokens where none was measured, and the rounds that this guess weighs. A round takes the
+#: place of a token of multi-step decode, and the target is one token ahead of the message.
 FIRST_PRICE: Final = 1.0
-#: Standard deviation of the time of a window of plain tokens, as a share of it: a guess that weighs as much as
-#: ``NOISE_WEIGHT`` of them.
-FIRST_NOISE: Final = 0.05
-NOISE_WEIGHT: Final = 2
+FIRST_WEIGHT: Final = 4.0
 #: A window that took longer than so many times the time of plain tokens counts as that: a stall is no price.
 STALL: Final = 3.0
 #: Windows with lookups that tell what lookups bring at the moment: texts change.
@@ -39,8 +36,8 @@ class LookupTimes:
 
     def __init__(self) -> None:
         self._plain: deque[float] = deque(maxlen=PLAIN_MEMORY)
-        #: Of windows with lookups, by token: the time, in plain tokens, that the rounds do not explain, and the rounds.
-        self._excess: deque[tuple[float, float]] = deque(maxlen=MEMORY)
+        #: Of windows with lookups: the time, in plain tokens, that the rounds do not explain, and the rounds.
+        self._excess: deque[tuple[float, int]] = deque(maxlen=MEMORY)
         #: How much faster than plain decoding the latest of them were.
         self._gains: deque[float] = deque(maxlen=RECENT)
         #: Time of a plain token; 0: unknown.
@@ -82,28 +79,13 @@ class LookupTimes:
                     self.price = FIRST_PRICE
         else:
             spent = min(self._ns / self.plain_ns, STALL * self._num_tokens)
-            excess, tokens = spent - (self._num_tokens - self._saved), self._num_tokens
-            self._excess.append((excess / tokens, self._num_rounds / tokens))
+            self._excess.append((spent - (self._num_tokens - self._saved), self._num_rounds))
             self._gains.append(self._num_tokens / spent - 1.0)
-            self.price = self._measured_price()
+            excess = sum(tokens for tokens, count in self._excess if count) + FIRST_WEIGHT * FIRST_PRICE
+            self.price = max(0.0, excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT))
         self._choose_next()
         self.number += 1
         self._clear()
-
-    def _measured_price(self) -> float:
-        """Ridge regression, through the origin, of the time that is not explained on the rounds (Hoerl and Kennard
-        1970). Windows are as noisy with few rounds as with many, so each counts by the square of its rounds, and the
-        first guess, which is as uncertain as it is large, by the variance of the noise.
-
-        Simulated, with a speed that varies by a tenth from window to window, the price is plausible 84 % of the time,
-        19 % where rounds count alike: one window on a faster machine made all rounds look free. On processes measured
-        with verdicts told together only: wrong predictions, embedded, 32 sessions, 0.97 of plain decoding for 0.89
-        (Zen 5, three alternating runs each; a later table has 0.87).
-        """
-        noise = NOISE_WEIGHT * FIRST_NOISE**2 + sum((ns / self.plain_ns - 1.0) ** 2 for ns in self._plain)
-        prior = noise / (NOISE_WEIGHT + len(self._plain)) / FIRST_PRICE**2
-        explained = sum(excess * rounds for excess, rounds in self._excess) + prior * FIRST_PRICE
-        return max(0.0, explained / (sum(rounds * rounds for _, rounds in self._excess) + prior))
 
     def _choose_next(self) -> None:
         """Choose the kind of the next window: the more the slower kind loses, the fewer windows are of it."""
