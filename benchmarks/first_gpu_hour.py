@@ -122,20 +122,27 @@ def compare(args: argparse.Namespace) -> Found:
 
     shape = replace(SHAPES[args.sizes[0]], num_layers=_CHECKED_LAYERS, num_draft_layers=_CHECKED_LAYERS)
     device = torch.device(args.device)
-    options: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
-    target, _ = random_pairs.write_pair(shape, args.folder / "checked", **options)
+    size: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
+    target, _ = random_pairs.write_pair(shape, args.folder / "checked", **size)
     bundled = find_checkpoint(TARGET)
     checks = [check for folder in (bundled, target) for check in check_device(folder, args.device)]
 
-    def texts(device: str, config: Mapping[str, Any] | None) -> list[Any]:
+    def texts(device: str, config: Mapping[str, Any] | None) -> tuple[list[Any], int]:
+        """And how many drafted tokens were accepted."""
         sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-        with LLM(bundled, speculative_config=config, device=device, dtype="float32") as llm:
-            return [list(output.outputs[0].token_ids) for output in llm.generate(list(_PROMPTS), sampling)]
+        options: Any = {"device": device, "dtype": "float32", "fixed_draft_length": True}
+        with LLM(bundled, speculative_config=config, **options) as llm:
+            outputs = llm.generate(list(_PROMPTS), sampling)
+        accepted = sum(output.metrics.num_accepted_tokens for output in outputs if output.metrics is not None)
+        return [list(output.outputs[0].token_ids) for output in outputs], accepted
 
-    plain = texts(args.device, None)
-    data: dict[str, Any] = {name: texts(args.device, config) == plain for name, config in _DRAFTERS.items()}
-    data["as on the CPU"] = texts("cpu", None) == plain
-    wrong = [check.name for check in checks if not check.passed] + [name for name, same in data.items() if not same]
+    plain, _ = texts(args.device, None)
+    data: dict[str, Any] = {}
+    for name, config in _DRAFTERS.items():
+        drafted, accepted = texts(args.device, config)
+        data[name], data[f"tokens accepted of {name}"] = drafted == plain, accepted
+    data["as on the CPU"] = texts("cpu", None)[0] == plain
+    wrong = [check.name for check in checks if not check.passed] + [name for name, found in data.items() if not found]
     data["checks"] = [asdict(check) | {"passed": check.passed} for check in checks]
     if wrong:
         return f"differs: {', '.join(wrong)}", FAILED, data

@@ -22,6 +22,8 @@ from engine.plan import BatchPlan
 _ROUNDED_NUMBERS: Final = 4096
 #: Rows that a program rotates together, where a tile is large; a round has few.
 _TILE_FED: Final = 32
+#: Numbers of the parts that the last program of a tile reads together, as many as registers hold.
+_JOINED_NUMBERS: Final = 8192
 #: Of a thread at first: more than 8,192 rows of 8 key heads need.
 _COUNTERS: Final = 2**17
 
@@ -131,6 +133,7 @@ def rotary_attention(  # noqa: PLR0917
         TILE_M=launch.tile_m,
         TILE_N=launch.tile_n,
         TILE_FED=_TILE_FED if launch.tile_m > 32 else 16,
+        CHUNK=max(1, _JOINED_NUMBERS // (launch.tile_m * padded)),
         num_warps=4,
         num_stages=NUM_STAGES,
     )

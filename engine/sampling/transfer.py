@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.tensor(values, dtype=dtype, device=device)``; a tensor on the host keeps its dtype.
+    """``torch.tensor(values, dtype=dtype, device=device)``; a tensor keeps its dtype, and one of the device is returned.
 
     A copy to a GPU uses pinned memory: a copy from other memory waits until the GPU has finished all its work.
     """
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host if host.device.type == device.type else host.pin_memory().to(device, non_blocking=True)
 
 
 class Fetched:

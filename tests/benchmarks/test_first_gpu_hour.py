@@ -224,10 +224,12 @@ def test_texts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(random_pairs, "write_pair", lambda *_, **__: ("target", "draft"))
 
     class Wrong:
-        """Trees change a text."""
+        """Trees change a text, and nothing that a head drafts in a chain is accepted."""
 
         def __init__(self, model: str, *, speculative_config: Any, **_: Any) -> None:
-            self.token = 1 + ("tree_top_k" in (speculative_config or {}))
+            config = speculative_config or {}
+            self.token = 1 + ("tree_top_k" in config)
+            self.accepted = int(config != {"method": "eagle3"})
 
         def __enter__(self) -> "Wrong":
             return self
@@ -236,10 +238,11 @@ def test_texts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             pass
 
         def generate(self, prompts: list[str], _: object) -> list[Any]:
-            return [Namespace(outputs=[Namespace(token_ids=(self.token,))]) for _ in prompts]
+            metrics = Namespace(num_accepted_tokens=self.accepted)
+            return [Namespace(outputs=[Namespace(token_ids=(self.token,))], metrics=metrics) for _ in prompts]
 
     monkeypatch.setattr(tandem, "LLM", Wrong)
     monkeypatch.setattr("sys.argv", arguments(tmp_path, "--only", "identity"))
     assert first_gpu_hour.main() == 1
     verdict = json.loads((tmp_path / "identity.json").read_text())["verdict"]
-    assert verdict == "differs: logits of cpu, logits of cpu, trees, head's trees"
+    assert verdict == "differs: logits of cpu, logits of cpu, trees, tokens accepted of head, head's trees"

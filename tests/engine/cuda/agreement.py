@@ -92,7 +92,9 @@ def decide(logits: torch.Tensor, device: torch.device) -> list[object]:
     generator = torch.Generator().manual_seed(1)
 
     def rows_of(count: int) -> torch.Tensor:
-        return logits[torch.randint(len(logits), (count,), generator=generator)].to(device)
+        """Without equal logits, of which a draft on a GPU may name others."""
+        noise = 1e-3 * torch.randn(count, logits.shape[1], generator=generator)
+        return (logits[torch.randint(len(logits), (count,), generator=generator)] + noise).to(device)
 
     target = rows_of(len(kinds) * (_DRAFTS + 1))
     rows, steps = Rows.after(states), []
