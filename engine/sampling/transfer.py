@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.tensor(values, dtype=dtype, device=device)``; a tensor keeps its dtype, and one of the device is returned.
+    """``torch.tensor(values, dtype=dtype, device=device)``; a tensor keeps its dtype, and its place on a device.
 
     A copy to a GPU uses pinned memory: a copy from other memory waits until the GPU has finished all its work.
     """
