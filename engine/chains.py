@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,10 +20,13 @@ from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
 from specdec.rules import Rule
 
-__all__ = ["ChainJob", "Drawing", "Feed", "StopFlags", "draft_chains", "draw_chains"]
+__all__ = ["ChainJob", "Drawing", "Feed", "Follow", "StopFlags", "draft_chains", "draw_chains"]
 
 #: Feeds the tokens just drawn, int64 [n], of the jobs of these numbers: to the logits after them, float32 [n, V].
 Feed: TypeAlias = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+#: Does that as often as it is told, and draws after each: the rows and rules are those of the first draw. None: it
+#: cannot, and nothing was fed.
+Follow: TypeAlias = Callable[[Sequence[int], torch.Tensor, Rows, Sequence[Rule], int], list[Drafted] | None]
 
 
 def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
@@ -62,7 +65,12 @@ def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | N
                 [Segment(jobs[i].sequence, token_ids[at : at + 1], 1) for at, i in enumerate(continuing)]
             )
 
-        return draw_chains(logits, jobs, feed, stop)
+        links = engine.runner.links
+
+        def follow(continuing: Sequence[int], *rest: Any) -> list[Drafted] | None:
+            return None if links is None else links.follow([jobs[i].sequence for i in continuing], *rest)
+
+        return draw_chains(logits, jobs, feed, stop, follow)
 
 
 def _draft_in_parallel(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
@@ -98,23 +106,30 @@ def _added_rows(jobs: Sequence[ChainJob]) -> torch.Tensor:
 
 
 def draw_chains(
-    logits: torch.Tensor, jobs: Sequence[Drawing], feed: Feed, stop: StopFlags | None
+    logits: torch.Tensor, jobs: Sequence[Drawing], feed: Feed, stop: StopFlags | None, follow: Follow | None = None
 ) -> list[DraftedChain]:
     """Draw a chain for every job that wants tokens, empty for the others; in inference mode.
 
-    ``logits`` float32 [those jobs, V] of the first token. Tokens stay on the device until all chains are drawn.
+    ``logits`` float32 [those jobs, V] of the first token. Tokens stay on the device until all chains are drawn. Chains
+    of one length may be continued by ``follow``: once it is called, none is stopped.
     """
     chains = [DraftedChain(())] * len(jobs)
     drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
     if drafting:
-        steps, lengths = _steps(logits, jobs, drafting, feed, stop)
+        steps, lengths = _steps(logits, jobs, drafting, feed, stop, follow=follow)
         for i, chain in zip(drafting, collect(steps, lengths), strict=True):
             chains[i] = chain
     return chains
 
 
 def _steps(
-    logits: torch.Tensor, jobs: Sequence[Drawing], drafting: Sequence[int], feed: Feed, stop: StopFlags | None
+    logits: torch.Tensor,
+    jobs: Sequence[Drawing],
+    drafting: Sequence[int],
+    feed: Feed,
+    stop: StopFlags | None,
+    *,
+    follow: Follow | None,
 ) -> tuple[list[Drafted], list[int]]:
     """Draw, feed the drawn tokens, and so on; chains that end leave the batch.
 
@@ -140,6 +155,10 @@ def _steps(
             rows = rows.select(continuing)
             tokens = tokens.index_select(0, send(continuing, tokens.device))
         active = [active[at] for at in continuing]
+        if len(steps) == 1 and follow is not None and len(set(lengths)) == 1:
+            more = follow(drafting, tokens, rows, [jobs[i].rule for i in drafting], lengths[0] - 1)
+            if more is not None:
+                return steps + more, lengths
         logits = feed([drafting[i] for i in active], tokens)
 
 

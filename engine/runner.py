@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypedDict
 
 import torch
 
@@ -13,6 +13,9 @@ from engine.chain_job import ChainJob, StopFlags
 from engine.compaction import Kept
 from engine.hidden_states import StateRows
 from engine.sampling.drafting import DraftedChain
+
+if TYPE_CHECKING:
+    from engine.cuda.chains import CapturedChains
 
 #: Logits, float32 [N, V], and the hidden states wanted, [rows, layers, H]; None where none are.
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
@@ -39,6 +42,8 @@ class Runner(ABC):
         """``name``: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch attention"."""
         self.name = name
         self.limits = limits
+        #: What drafts several tokens of a chain by one launch; None: each is a pass.
+        self.links: CapturedChains | None = None
 
     @property
     def description(self) -> str:

@@ -98,7 +98,7 @@ class CapturedDraws:
 
     def draw(self, sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
         """:func:`engine.sampling.drafting.draft_alike`; the first draw of a shape is compared with it."""
-        shape = _shape_of(sampling, rows)
+        shape = shape_of(sampling, rows.states)
         if shape is None:
             return draft_alike(sampling, logits, rows)
         if all(shape.num_tokens != known.num_tokens for known in self._captured):
@@ -118,7 +118,7 @@ class CapturedDraws:
         """:func:`engine.sampling.candidates.find_likeliest`, checked in the same way."""
         sampling = DraftSampling.SHARED_NOISE if kind.shares_noise else DraftSampling.FROM_Q
         sampling = DraftSampling.ARGMAX if kind.is_greedy else sampling
-        shape = _shape_of(sampling, rows, count)
+        shape = shape_of(sampling, rows.states, count)
         if shape is not None and shape not in self._captured:
             for num_rows in reversed(_ROWS):
                 if (each := shape._replace(num_rows=num_rows)).is_known:
@@ -144,7 +144,7 @@ class CapturedDraws:
         """What the graph leaves of the rows, int64 [R, num_results]."""
         numbers, replay, out = captured
         staged = torch.zeros(numbers.shape, dtype=torch.int64, pin_memory=numbers.device.type != "cpu")
-        _fill(staged.numpy(), shape, rows)
+        fill(staged.numpy(), shape, rows)
         with torch.inference_mode():
             numbers.copy_(staged, non_blocking=True)
             self._logits_of(shape)[: len(rows)].copy_(logits)
@@ -159,10 +159,9 @@ class CapturedDraws:
             self._captured[shape] = None  # a capture that fails is not tried again
             try:
                 with torch.inference_mode():
-                    size = _NUMBERS, shape.num_rows
-                    numbers = torch.full(size, _PADDING, dtype=torch.float64, device=self._device).view(torch.int64)
+                    numbers = padding(shape, self._device)
                     out = numbers.new_zeros(shape.num_rows, shape.num_results)
-                    replay = self._capture(lambda: _compute(shape, self._logits_of(shape), numbers, out))
+                    replay = self._capture(lambda: compute(shape, self._logits_of(shape), numbers, out))
             except Exception as error:  # no memory, what cannot be captured, or Triton's own errors
                 logger.warning("drafts of %s are drawn without a graph: %s: %s", shape, type(error).__name__, error)
                 return None
@@ -170,19 +169,25 @@ class CapturedDraws:
         return self._captured[shape]
 
 
-def _shape_of(sampling: DraftSampling, rows: Rows, num_wanted: int = 0) -> DrawShape | None:
-    """The smallest shape that holds the rows; None: there is none."""
-    num_tokens, truncates = rows.states[0].num_tokens, any(state.truncates for state in rows.states)
+def shape_of(sampling: DraftSampling, states: Sequence[SamplingState], num_wanted: int = 0) -> DrawShape | None:
+    """The smallest shape that holds rows of these sessions; None: there is none."""
+    num_tokens, truncates = states[0].num_tokens, any(state.truncates for state in states)
     most = sparse.max_tokens(num_tokens) if sampling.sends_q and not num_wanted else NUM_CANDIDATES - 1
     truncates = truncates and sampling is not DraftSampling.ARGMAX
-    if truncates and any(state.params.top_k > most and state.truncates for state in rows.states):
+    if truncates and any(state.params.top_k > most and state.truncates for state in states):
         return None
-    num_rows = next((count for count in _ROWS if count >= len(rows)), 0)
+    num_rows = next((count for count in _ROWS if count >= len(states)), 0)
     shape = DrawShape(sampling, truncates, num_rows, num_tokens, num_wanted)
     return shape if shape.is_known else None
 
 
-def _fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
+def padding(shape: DrawShape, device: torch.device) -> Tensor:
+    """What a draw of nothing but rows left over reads, int64 [numbers, R]."""
+    size = _NUMBERS, shape.num_rows
+    return torch.full(size, _PADDING, dtype=torch.float64, device=device).view(torch.int64)
+
+
+def fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
     """Write all that differs from batch to batch, [5, R]."""
     params, count = [state.params for state in rows.states], len(rows)
     real = numbers.view(np.float64)
@@ -197,7 +202,7 @@ def _fill(numbers: npt.NDArray[np.int64], shape: DrawShape, rows: Rows) -> None:
     numbers[4, :count] = [p.top_k or shape.num_tokens for p in params]
 
 
-def _compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
+def compute(shape: DrawShape, logits: Tensor, numbers: Tensor, out: Tensor) -> None:
     """What is captured: from the logits of padded rows to their tokens, and q where it is sent.
 
     Of tokens that are as likely as the last candidate others may be left out than by torch: any q may be sent.

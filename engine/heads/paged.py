@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -31,10 +31,13 @@ from engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, rec
 from engine.native import chains as native
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
-from engine.sampling.drafting import DraftedChain
+from engine.sampling.drafting import Drafted, DraftedChain
 from engine.sampling.transfer import send
 from specdec.process.cores import usable_cores
 from specdec.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from engine.cuda.chains import CapturedChains
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class PagedHead(HeadCache):
                 bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._native: NativeHead | None = None
         self._graphs: GraphRunner | None = None
+        self._links: CapturedChains | None = None
         #: What captured passes read beside their batch, [rows, H].
         self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
@@ -110,13 +114,29 @@ class PagedHead(HeadCache):
             states_dtype=self.head.dtype,
             max_state_choices=self._num_layers,
         )
+        from engine.cuda.chains import CapturedChains  # noqa: PLC0415 - there is no Triton without a GPU
+
+        self._links = CapturedChains(
+            self._step,
+            capture,
+            self._batch,
+            max_model_len=self.max_model_len,
+            block_size=self.pool.block_size,
+            device=self.device,
+        )
         try:
             with torch.inference_mode():
                 for layer in range(self._num_layers):
                     self._graphs.warm_up((layer,))
         except NotCapturable as error:
             logger.warning("%s runs without CUDA graphs: %s", type(head).__name__, error)
-            self._graphs = None
+            self._graphs = self._links = None
+
+    def _step(self, batch: Batch) -> Tensor:
+        """Logits [N, V] of a pass over the outputs that lie ready, which leaves its own there."""
+        logits, outputs = self._run(batch, _OUTPUT)
+        self._features[: len(outputs)].copy_(outputs[:, 0])
+        return logits
 
     @property
     def _num_layers(self) -> int:
@@ -237,7 +257,15 @@ class PagedHead(HeadCache):
 
             if len(drafting) < len(jobs):
                 logits = logits.index_select(0, send(drafting, self.device))
-            chains = draw_chains(logits, jobs, feed, stop)
+
+            def follow(drafting: Sequence[int], *rest: Any) -> list[Drafted] | None:
+                if self._links is None:
+                    return None
+                links, own = self._links, x.index_select(0, send(list(drafting), self.device))
+                fed = [jobs[i].sequence for i in drafting]
+                return links.follow(fed, *rest, prepare=lambda: self._features[: len(own)].copy_(own))
+
+            chains = draw_chains(logits, jobs, feed, stop, follow)
             for job, length in zip(jobs, lengths, strict=True):
                 job.sequence.length = length
             return chains

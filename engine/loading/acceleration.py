@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
+from engine.batch import build_batch
 from engine.cuda.graphs import USUAL_ROWS, AgreedCapture, CudaCapture, GraphRunner, largest_rows
 from engine.device import has_triton
 from engine.engine import Engine
@@ -120,6 +121,8 @@ def runners(
 
 
 def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_rows: int) -> TorchRunner:
+    from engine.cuda.chains import CapturedChains  # noqa: PLC0415 - there is no Triton without a GPU
+
     capture = CudaCapture(engine.device)
     runner.graphs = GraphRunner(
         runner.run_modules,
@@ -130,6 +133,16 @@ def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_r
         forward_with_states=runner.run_modules_with_states,
         hidden_size=engine.hidden_size,
     )
+    if ranks is None:  # the others run passes that they are told of
+        layout, sizes = partial(build_batch, **engine.limits), engine.limits
+        runner.links = CapturedChains(
+            runner.run_modules,
+            capture,
+            layout,
+            max_model_len=sizes["max_model_len"],
+            block_size=sizes["block_size"],
+            device=engine.device,
+        )
     return runner
 
 

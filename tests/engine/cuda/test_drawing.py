@@ -296,7 +296,7 @@ def test_bytes_of_drafted_tokens(
     numbers, out = (torch.empty(size, dtype=torch.int64, device=meta) for size in ((5, 8), (8, 1 + 2 * shape.q_width)))
     for way in (
         lambda: draft_alike(sampling, logits, rows),
-        lambda: drawing._compute(shape, logits, numbers, out),  # noqa: SLF001
+        lambda: drawing.compute(shape, logits, numbers, out),
     ):
         launches = Launches("meta")
         monkeypatch.setattr(choice_kernels, "weigh", Counted("weigh", launches))
