@@ -23,7 +23,8 @@ LEAST_CAPABILITY: Final = (8, 9)
 BLOCK: Final = 128
 #: Inputs and outputs come in whole tiles of so many.
 _TILE: Final = 16
-#: With scales per block cuBLAS takes whole runs of so many rows: columns of scales begin at 16 bytes.
+#: With scales per block cuBLAS takes rows and outputs in multiples of so many, and only on Hopper (its documentation,
+#: "128-element 1D and 128x128 2D block scaling for FP8 data types").
 ROW_TILE: Final = 4
 _LARGEST: Final = 448.0
 
