@@ -23,16 +23,30 @@ LEAST_CAPABILITY: Final = (8, 9)
 BLOCK: Final = 128
 #: Inputs and outputs come in whole tiles of so many.
 _TILE: Final = 16
+#: With scales per block cuBLAS takes rows and outputs in multiples of so many, and only on Hopper (its documentation,
+#: "128-element 1D and 128x128 2D block scaling for FP8 data types").
+ROW_TILE: Final = 4
 _LARGEST: Final = 448.0
 
 
 class Float8Rows(NamedTuple):
-    """Rounded activations."""
+    """Rounded activations; with several groups they are the first rows of buffers of whole :data:`ROW_TILE`."""
 
     #: e4m3 [T, K].
     codes: Tensor
     #: float32 [T, groups], of which rows are neighbours.
     scales: Tensor
+
+    def padded(self) -> Float8Rows:
+        """All rows of the buffers; those behind the real ones hold anything."""
+        num_inputs, num_groups = self.codes.shape[1], self.scales.shape[1]
+        if num_groups == 1:
+            return self
+        num_rows = self.scales.stride(1)
+        return Float8Rows(
+            self.codes.as_strided((num_rows, num_inputs), (num_inputs, 1)),
+            self.scales.as_strided((num_rows, num_groups), (1, num_rows)),
+        )
 
 
 def unknown(weight: GroupedWeight) -> str | None:
@@ -82,19 +96,19 @@ class Float8Linear(nn.Module):
 
     def multiply(self, rows: Float8Rows) -> Tensor:
         """Rows that are rounded in this layer's groups to [T, out_features]."""
-        return torch._scaled_mm(
-            rows.codes, self.codes.t(), rows.scales, self.scales, bias=self.bias, out_dtype=torch.bfloat16
-        )
+        codes, scales = rows.padded()
+        product = torch._scaled_mm(codes, self.codes.t(), scales, self.scales, bias=self.bias, out_dtype=torch.bfloat16)
+        return product[: len(rows.codes)]
 
 
 def empty_rows(x: Tensor, num_inputs: int, group: int) -> Float8Rows:
     """Room for the rows of ``x``, [T, ...], rounded."""
-    return Float8Rows(
-        x.new_empty(len(x), num_inputs, dtype=torch.float8_e4m3fn),
-        x.new_empty_strided(
-            (len(x), num_inputs // group), (1, len(x) if group < num_inputs else 1), dtype=torch.float32
-        ),
-    )
+    num_groups = num_inputs // group
+    num_rows = len(x) if num_groups == 1 else -(-len(x) // ROW_TILE) * ROW_TILE
+    codes = x.new_empty(num_rows, num_inputs, dtype=torch.float8_e4m3fn)
+    stride = num_rows if num_groups > 1 else 1
+    scales = x.new_empty_strided((num_rows, num_groups), (1, stride), dtype=torch.float32)
+    return Float8Rows(codes[: len(x)], scales[: len(x)])
 
 
 def round_rows(x: Tensor, group: int, *, is_gated: bool = False) -> Float8Rows:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: ``ROW_TILE`` of :mod:`engine.cuda.float8`.
+_ROW_TILE = tl.constexpr(4)
+
 
 @triton.jit
 def store_rounded(  # noqa: PLR0917
@@ -12,12 +15,13 @@ def store_rounded(  # noqa: PLR0917
 ):
     """Round a row, float32 [PADDED_DIM] with zeros behind DIM, so that the largest magnitude of each GROUP becomes 448.
 
-    codes e4m3 [num_rows, DIM]; scales float32 [groups, num_rows]. PADDED_DIM is whole groups.
+    codes e4m3 [num_rows, DIM]; scales float32 [groups, num_rows rounded up to ROW_TILE]. PADDED_DIM is
+    whole groups.
     """
     groups = tl.reshape(x, [PADDED_DIM // GROUP, GROUP])
     scale = tl.maximum(tl.max(tl.abs(groups), 1), 1e-12) / 448.0
     g = tl.arange(0, PADDED_DIM // GROUP)
-    tl.store(scales + g * num_rows + row, scale, mask=g * GROUP < DIM)
+    tl.store(scales + g * (tl.cdiv(num_rows, _ROW_TILE) * _ROW_TILE) + row, scale, mask=g * GROUP < DIM)
     k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(codes + row.to(tl.int64) * DIM + k, (groups / scale[:, None]).to(codes.dtype.element_ty), mask=k < DIM)
 

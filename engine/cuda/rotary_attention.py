@@ -111,7 +111,7 @@ def rotary_attention(  # noqa: PLR0917
         plan.slots,
         around.eps,
         float(scale),
-        num_rows,
+        rounded.scales.stride(1),
         plan.num_sequences,
         plan.block_tables.stride(0),
         k_cache.stride(0),

@@ -97,13 +97,13 @@ def _round_rows(  # noqa: PLR0917
     scales,
     first_row,
     num_rows,
-    num_all,
+    scales_stride,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Round some rows of ``x`` [num_all, DIM] that other programs wrote; as :mod:`engine.cuda.float8_kernels` does."""
+    """Round some rows of ``x`` [T, DIM] that other programs wrote; as :mod:`engine.cuda.float8_kernels` does."""
     r = tl.arange(0, ROWS)
     is_row = (r < num_rows)[:, None]
     row = first_row + r.to(tl.int64)
@@ -126,12 +126,14 @@ def _round_rows(  # noqa: PLR0917
             scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-12) / 448.0
             g = start // GROUP + tl.arange(0, CHUNK // GROUP)
             is_group = is_row & (g * GROUP < DIM)[None, :]
-            tl.store(scales + g[None, :] * num_all + row[:, None], scale, mask=is_group)
+            tl.store(scales + g[None, :] * scales_stride + row[:, None], scale, mask=is_group)
             rounded = tl.reshape(groups / scale[:, :, None], [ROWS, CHUNK])
         tl.store(codes + at, rounded.to(codes.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_stride", "num_all"], do_not_specialize_on_alignment=PLAN_TENSORS)
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "scales_stride"], do_not_specialize_on_alignment=PLAN_TENSORS
+)
 def rotate_attend(  # noqa: PLR0912, PLR0915, PLR0917
     qkv,
     cosines,
@@ -155,7 +157,7 @@ def rotate_attend(  # noqa: PLR0912, PLR0915, PLR0917
     slots,
     eps,
     scale,
-    num_all,
+    scales_stride,
     num_sequences,
     table_stride,
     k_block_stride,
@@ -182,8 +184,8 @@ def rotate_attend(  # noqa: PLR0912, PLR0915, PLR0917
     """:func:`engine.cuda.kernels.attend` of rows whose keys and values are not cached yet: norms and rotates them, and
     writes the keys and values of its own rows. Programs: (tile, key head, split).
 
-    qkv [num_all, Hq + 2 Hkv, D]; cosines and sines [num_all, D]; out [num_all, Hq, D]. IS_SPLIT: parts float32
-    [num_all, Hq, splits, D] with part_max and part_sum [num_all, Hq, splits]; with JOINS the last program of a tile and
+    qkv [T, Hq + 2 Hkv, D]; cosines and sines [T, D]; out [T, Hq, D]. IS_SPLIT: parts float32
+    [T, Hq, splits, D] with part_max and part_sum [T, Hq, splits]; with JOINS the last program of a tile and
     key head joins them, which ``counters`` tell it, int32 zeros before and after. ROUNDED_GROUP: the last program of a
     tile rounds its rows of out to codes, e4m3, in groups of so many numbers (0: none does).
     """
@@ -370,7 +372,7 @@ def rotate_attend(  # noqa: PLR0912, PLR0915, PLR0917
                     scales,
                     first_row + start,
                     tl.minimum(num_rows - start, TILE_ROWS),
-                    num_all,
+                    scales_stride,
                     HEADS * DIM,
                     ROUNDED_GROUP,
                     PADDED_ROWS,
