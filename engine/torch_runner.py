@@ -44,14 +44,8 @@ class TorchRunner(Runner):
         )
         if fused is not None:
             self.run_modules, self.run_modules_with_states = fused.logits, fused.logits_and_states
-        self._modules, self._fused = modules, fused
+        self._modules = modules
         self._move = move_entries if kernels is None else kernels.move_entries
-
-    @property
-    def description(self) -> str:
-        """The name, and what was measured for this machine."""
-        max_rows = 0 if self._fused is None else self._fused.few_rows.max_rows
-        return f"{self.name} (up to {max_rows} rows in fewer launches)" if max_rows else self.name
 
     def run_everywhere(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> Results:
         """Run a pass on all ranks."""

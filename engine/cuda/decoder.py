@@ -1,26 +1,25 @@
-"""The forward pass of Llama-shaped models on a GPU in five to eight launches a layer, in e4m3 too.
+"""The forward pass of Llama-shaped models on a GPU in eight launches a layer, in e4m3 too.
 
 By transformers' modules it takes forty. The projections of queries, keys and values are one product, as are those of
 gate and up. The residual is added where it is normed; attention rotates, and writes keys and values to the cache
 (:mod:`engine.cuda.rotary_attention`); numbers become e4m3 where they are made. They are rounded where the modules
-round them; a product and the residual after it may be rounded once. Of up to 512 rows norm, gate and residual are parts
-of the products that were measured to be faster so (:mod:`engine.cuda.few_rows`).
+round them.
+
+Products with norm, gate and residual in one launch were slower on an H200 than torch's between kernels of our own: of
+one row of a 1.1B model in bfloat16 they took 16.2, 5.8, 22.1 and 11.8 us for 7.5, 5.7, 16.1 and 10.3.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.cuda import few_rows, kernels
+from engine.cuda import kernels
 from engine.cuda.attention import DTYPES, padded_size
-from engine.cuda.few_rows import FewRows, Product
 from engine.cuda.float8 import Float8Linear, Float8Rows, round_rows
 from engine.cuda.int4 import Int4Linear
 from engine.cuda.joined_biases import join_biases
@@ -56,30 +55,6 @@ class FusedDecoder:
         ]
         #: Whether the last program of a tile joins its parts and rounds them; else launches of their own do.
         self.joins = True
-        #: Up to how many rows each product is one launch with what stands around it, and how it is cut.
-        self.few_rows = FewRows({})
-        #: Of each layer: queries, keys and values; the attention's output; gate and up; the layer's output.
-        self._products: list[tuple[Product, ...]] = []
-
-    def simplify(self) -> None:
-        """Leave all products to torch, and joining and rounding to launches of their own."""
-        self.few_rows, self.joins = FewRows({}), False
-
-    def choose_few_rows(self, timer: few_rows.Timer, mode: str) -> None:
-        """Choose :attr:`few_rows`; see :func:`engine.cuda.few_rows.choose`. A split layer has sums to wait for."""
-        linears = [(x.self_attn.o_proj, x.mlp.down_proj, *joined) for x, *joined in self._layers]
-        if not all(type(linear) is nn.Linear for linear in itertools.chain(*linears)):
-            return
-        self._products = [
-            (
-                Product(qkv.weight, qkv.bias, norm=layer.input_layernorm.weight),
-                Product(layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias, adds=True),
-                Product(gate_up.weight, gate_up.bias, norm=layer.post_attention_layernorm.weight, is_gated=True),
-                Product(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, adds=True),
-            )
-            for layer, qkv, gate_up in self._layers
-        ]
-        self.few_rows = few_rows.choose(self._products, self._eps, timer=timer, mode=mode)
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [N, V] of a batch on the device."""
@@ -102,13 +77,7 @@ class FusedDecoder:
             if layer in layers:
                 caught[layer] = (states.clone() if rows is None else states.index_select(0, rows)).to(_STATE_DTYPE)
 
-        if len(x) <= self.few_rows.max_rows:
-            for index in range(len(self._layers)):
-                catch(index, x)
-                self._run_few_rows(index, x, angles, batch)
-            delta = None
-        else:
-            delta = self._run_layers(x, angles, batch, catch)
+        delta = self._run_layers(x, angles, batch, catch)
         normed = norm(x, delta, self._body.norm.weight, self._eps)
         catch(len(self._layers), x)
         catch(-1, normed)
@@ -162,15 +131,6 @@ class FusedDecoder:
             return linear.multiply(norm_rounded(x, delta, weight, self._eps, linear.group))
         product: Tensor = linear(norm(x, delta, weight, self._eps))
         return product
-
-    def _run_few_rows(self, index: int, x: Tensor, angles: Tensor, batch: Batch) -> None:
-        """A layer on ``x`` [T, H] in place."""
-        qkv, output, gate_up, down = self._products[index]
-        multiply = partial(self.few_rows.multiply, eps=self._eps)
-        attended = self._attend(multiply(x, qkv), angles, index, batch)
-        assert isinstance(attended, Tensor)
-        multiply(attended, output, out=x)
-        multiply(multiply(x, gate_up), down, out=x)
 
     def _attend(
         self, joined: Tensor, angles: Tensor, index: int, batch: Batch, rounded_group: int | None = None

@@ -110,10 +110,10 @@ def runners(
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and engine.pool.states is None and engine.added is None:
-            fused = fused_decoder(engine, model, shapes, autotune)
+            fused = fused_decoder(engine, model, shapes)
             if (fused := _of_all(ranks, fused and with_checked_attention(fused, shapes, *caches))) is not None:
                 yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
-                fused.simplify()  # that runner was wrong
+                fused.joins = False  # that runner was wrong
                 yield graphed(engine.torch_runner("fused cuda graphs", kernels, fused))
             yield graphed(engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
@@ -188,28 +188,19 @@ def triton_attention() -> AttentionKernels | None:
     return kernels
 
 
-def fused_decoder(
-    engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape], autotune: str = "off"
-) -> FusedDecoder | None:
+def fused_decoder(engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> FusedDecoder | None:
     """The model in few launches, where it is of a known shape; else the log says why not. There is Triton."""
-    from engine.cuda import decoder, few_rows  # noqa: PLC0415
+    from engine.cuda import decoder  # noqa: PLC0415
 
     if (reason := decoder.unknown(model, engine.caches)) is not None:
         logger.info("the fused decoder does not know this model: %s", reason)
         return None
     try:
         with torch.inference_mode(False):
-            fused = decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
+            return decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
     except torch.OutOfMemoryError as error:
         logger.warning("the fused decoder is not used: %s", error)
         return None
-    try:
-        with torch.inference_mode():
-            fused.choose_few_rows(few_rows.cuda_timer, autotune)
-    except Exception as error:  # as above
-        logger.warning("linear layers of few rows are left to torch: %s: %s", type(error).__name__, error)
-        fused.few_rows = few_rows.FewRows({})
-    return fused
 
 
 def with_checked_attention(

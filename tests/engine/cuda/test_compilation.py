@@ -38,8 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from engine.batch import Batch
 from engine.cuda import (
-    attention, choice_kernels, choices, few_rows, float8, float8_kernels, kernels, linear_kernels, rotary_attention,
-    rotary_kernels,
+    attention, choice_kernels, choices, float8, float8_kernels, kernels, rotary_attention, rotary_kernels,
 )
 from engine.cuda.decoder import FusedDecoder
 from engine.cuda.row_kernels import norm_rounded
@@ -68,7 +67,6 @@ for name in ("choose", "walk", "forbid", "weigh"):
 rotary_kernels.rotate_attend = Compiled(rotary_kernels.rotate_attend)
 rotary_attention.programs_of = lambda device: 528
 float8_kernels.round_rows = Compiled(float8_kernels.round_rows)
-linear_kernels.multiply = Compiled(linear_kernels.multiply)
 takes_all = sys.argv[2] == "True"
 for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1], {"torch": torch}):
     for num_rows, is_tree, window, softcap, has_sinks in ((1, True, 1024, 30.0, True), (512, False, None, None, False)):
@@ -105,12 +103,6 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
             float8.launch_rounding(x, 1024, is_gated=True)
             float8.launch_rounding(x, 128)
             norm_rounded(x, x, x[0], 1e-5, 2048)
-    for num_rows in (2, 5, 16, 100, 500):  # compiled once for few, and once for more
-        x, weight = torch.empty(num_rows, 512, dtype=dtype), torch.empty(256, 512, dtype=dtype)
-        gated = few_rows.Product(weight, x[0], x[0], is_gated=True)
-        for tiles in few_rows.TILES[:3] if num_rows <= 16 else few_rows.LARGE_TILES:
-            few_rows.multiply(x, gated, 1e-5, tiles)
-        few_rows.multiply(x, few_rows.Product(weight, adds=True), 1e-5, tiles, x[:, :256].contiguous())
     for count in (1, 2):  # whatever the batch, they are compiled once
         masks = [None, torch.zeros(5, 4000 + count, dtype=torch.int32)]
         walks = [choices.Walk(range(5), [1, 2, 3, 4], [-1, 0, 0, 1], 0.5, [7] * 5, own) for own in masks[:count]]
@@ -166,7 +158,6 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
         ("walk", num_gpus),
         ("forbid", num_gpus),
         ("weigh", 4 * num_gpus),
-        ("multiply", (4 + 3) * len(compiled)),
     ):
         variants = {line[-1] for line in lines if line[2] == name}
         assert len(variants) == count, "compiled once for any batch"
@@ -175,9 +166,7 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
     assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
     on_hopper = {(line[0], line[2]) for line in lines if line[5] == "True"}
-    assert on_hopper == {("90", "attend"), ("90", "rotate_attend"), ("90", "multiply")}, "they use its tensor cores"
-    for capability, dtype, name, num_bytes, shared, *_ in lines:
+    assert on_hopper == {("90", "attend"), ("90", "rotate_attend")}, "they use its tensor cores"
+    for _, _, _, num_bytes, shared, *_ in lines:
         assert int(num_bytes) > 1000
-        # Tiles of products that do not fit a GPU are not chosen there.
-        fits = [int(line[4]) <= SHARED_BYTES for line in lines if line[:3] == [capability, dtype, name]]
-        assert any(fits) if name == "multiply" else int(shared) <= SHARED_BYTES
+        assert int(shared) <= SHARED_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +16,13 @@ from engine.compaction import Kept
 from engine.cuda import (
     attention,
     decoder,
-    few_rows,
     float8,
     float8_kernels,
     kernels,
-    linear_kernels,
     rotary_attention,
     rotary_kernels,
 )
 from engine.cuda.decoder import FusedDecoder, unknown
-from engine.cuda.few_rows import FewRows, TileChoice
 from engine.cuda.float8 import Float8Linear, launch_rounding, round_rows
 from engine.cuda.graphs import GraphRunner
 from engine.engine import Engine, Segment
@@ -41,14 +37,13 @@ Load = Callable[..., Engine]
 
 
 @pytest.fixture
-def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Loads an engine that a fused decoder runs: in Triton's interpreter where there is no GPU.
 
     There the check at load takes seconds; without ``is_checked`` it is left out.
     """
 
-    def load(name: str, dtype: str = "float32", *, has_few_rows: bool = False, is_checked: bool = True) -> Engine:
-        monkeypatch.setattr(few_rows, "cache_folder", lambda: tmp_path)
+    def load(name: str, dtype: str = "float32", *, is_checked: bool = True) -> Engine:
         if DEVICE != "cpu":
             return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
         fused: list[Any] = []
@@ -56,10 +51,6 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
         def runners(engine: Engine, model: Any, shapes: Any, *_: Any, **__: Any) -> Any:
             fused.append(acceleration.fused_decoder(engine, model, shapes))
-            if has_few_rows:
-                monkeypatch.setattr(few_rows, "_is_right", lambda *_: True)  # test_few_rows.py tests it
-                fused[0].choose_few_rows(lambda calls: 1.0, "always")
-                assert fused[0].few_rows.max_rows == 512
             if fused[0] is not None:
                 made.append(engine.torch_runner("fused cuda graphs", attention, fused[0]))
                 yield from made[:is_checked]
@@ -87,14 +78,13 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 )
 def test_it_passes_the_check_at_load(name: str, dtype: str, load_fused: Load) -> None:
     """Ragged chunks, trees and their paths; a window; norms of queries and keys; biases."""
-    is_known = dtype == "float32"
-    assert load_fused(name, dtype, has_few_rows=is_known).runner.name == "fused cuda graphs"
+    assert load_fused(name, dtype).runner.name == "fused cuda graphs"
 
 
 def test_replayed_passes_leave_logits_and_hidden_states(
     load_fused: Load, load_engine: Load, tools: SimpleNamespace
 ) -> None:
-    engine = load_fused("llama", has_few_rows=DEVICE == "cpu", is_checked=False)
+    engine = load_fused("llama", is_checked=False)
     plain = load_engine("llama", device=DEVICE, enforce_eager=True)
     if DEVICE == "cpu":
         fused_runner: Any = engine.runner
@@ -209,8 +199,6 @@ def test_weights_in_e4m3_are_multiplied_by_rounded_rows(group: int | None, monke
     batch = build_batch(segments, block_size=4, vocab_size=97, max_model_len=8).to(torch.device(DEVICE))
     with torch.inference_mode():
         fused = FusedDecoder(model, caches, [None] * len(caches))
-        fused.choose_few_rows(lambda calls: 1.0, "always")
-        assert not fused.few_rows.max_rows
         found = fused.logits(batch)
     distance = (found - wanted).float().square().mean().sqrt() / wanted.float().std()
     assert float(distance) < 0.4  # with the wrong scales it is 1.4
@@ -218,15 +206,9 @@ def test_weights_in_e4m3_are_multiplied_by_rounded_rows(group: int | None, monke
     assert unknown(model, caches) == "linear layers that are neither plain nor quantised alike"
 
 
-#: Of each product (queries, keys and values; output; gate and up; down) up to how many rows it takes one launch.
-Rows = tuple[int, int, int, int]
-
-
-def launches_of(
-    num_layers: int, monkeypatch: pytest.MonkeyPatch, fused_rows: Rows | None, num_rows: int, *, is_float8: bool = False
-) -> int:
-    """Of a step in bfloat16 over a text that is split; kernels of our own are counted and not run. ``fused_rows`` None:
-    by the modules.
+def launches_of(num_layers: int, monkeypatch: pytest.MonkeyPatch, *, is_fused: bool, is_float8: bool) -> int:
+    """Of a step in bfloat16 over a text that is split; kernels of our own are counted and not run. Not fused: by the
+    modules.
     """
     from engine.batch import build_batch
     from engine.kv_pool import KVPool
@@ -243,14 +225,13 @@ def launches_of(
     modules = ModelModules(model, shapes, caches, device=cpu)
     sequence = KVPool(50, 16).open(800)
     sequence.length = 560
-    batch = build_batch([Segment(sequence, [1] * num_rows, 1)], block_size=16, vocab_size=vocab_size, max_model_len=800)
+    batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=800)
 
     rotary_attention._zeros(cpu, 1)  # noqa: SLF001 - a thread makes its counters in its first step
     with Launches() as launches, torch.inference_mode():
         monkeypatch.setattr(rotary_kernels, "rotate_attend", Counted("rotate_attend", launches))
         for name in ("attend", "join", "write", "add_norm", "angles", "silu_multiply"):
             monkeypatch.setattr(kernels, name, Counted(name, launches))
-        monkeypatch.setattr(linear_kernels, "multiply", Counted("multiply", launches))
         monkeypatch.setattr(float8_kernels, "round_rows", Counted("round_rows", launches))
         monkeypatch.setattr(decoder, "round_rows", launch_rounding)
         monkeypatch.setattr(float8, "round_rows", launch_rounding)
@@ -263,17 +244,8 @@ def launches_of(
             monkeypatch.setattr(torch, "_scaled_mm", multiply)
         for module in (attention, rotary_attention):
             monkeypatch.setattr(module, "programs_of", lambda device: 528)
-        if fused_rows is not None:
+        if is_fused:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
-            monkeypatch.setattr(
-                few_rows,
-                "choose",
-                lambda layers, *_, **__: FewRows(
-                    {product.shape: TileChoice(most) for product, most in zip(layers[0], fused_rows, strict=True)}
-                ),
-            )
-            if any(fused_rows):
-                fused.choose_few_rows(lambda calls: 1.0, "always")
             launches.counts.clear()
             fused.logits(batch)
         else:
@@ -283,28 +255,14 @@ def launches_of(
 
 
 @pytest.mark.parametrize(
-    ("fused_rows", "num_rows", "is_float8", "expected"),
-    [
-        (None, 1, False, (40, 21)),
-        ((0, 0, 0, 0), 1, False, (8, 5)),
-        ((64, 64, 64, 64), 64, False, (5, 5)),
-        ((64, 64, 64, 64), 65, False, (8, 5)),
-        ((64, 64, 128, 64), 65, False, (6, 5)),
-        ((128, 64, 512, 64), 128, False, (5, 5)),
-        ((512, 512, 512, 512), 128, False, (5, 5)),
-        (None, 1, True, (47, 21)),
-        ((0, 0, 0, 0), 1, True, (8, 5)),
-    ],
+    ("is_fused", "is_float8", "expected"),
+    [(False, False, (40, 21)), (True, False, (8, 5)), (False, True, (47, 21)), (True, True, (8, 5))],
 )
 def test_launches_of_a_step(
-    fused_rows: Rows | None,
-    num_rows: int,
-    is_float8: bool,
-    expected: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+    is_fused: bool, is_float8: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer, and the rest of a step: above 64 rows eight where gate and up take one launch."""
-    two, three = (launches_of(n, monkeypatch, fused_rows, num_rows, is_float8=is_float8) for n in (2, 3))
+    """A layer, and the rest of a step."""
+    two, three = (launches_of(n, monkeypatch, is_fused=is_fused, is_float8=is_float8) for n in (2, 3))
     assert (three - two, two - 2 * (three - two)) == expected
 
 
