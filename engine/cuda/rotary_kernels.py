@@ -63,7 +63,8 @@ def _joined(  # noqa: PLR0917
 ):
     """What all parts of row-heads make, float32 [M, D]; other programs wrote them: what is near is not read.
 
-    Parts are read CHUNK at a time: one after another, each waits for the memory (H200, 64 parts: 15 us of 22).
+    Parts are read CHUNK at a time: one after another, each waits for the memory. With that, and without the parts that
+    a short text leaves empty, a launch takes 6.8 us for 22.3 (H200, one row after 512 entries).
     """
     e = tl.arange(0, PADDED_DIM)
     peak = tl.full([TILE_M], float("-inf"), tl.float32)

@@ -119,7 +119,7 @@ def test_without_memory_for_a_graph_each_token_is_a_pass(engine: Engine, caplog:
 
     kinds, counts = [(Rule.BLOCK, GREEDY)], [4]
     assert drafted(engine, linked(engine, fail), kinds, counts) == drafted(engine, None, kinds, counts)
-    assert caplog.text.count("are drafted step by step: it is full") == 2, "once for each size"
+    assert caplog.text.count("are drafted step by step: OutOfMemoryError: it is full") == 2, "once for each size"
 
 
 def test_no_chain_outgrows_its_sequence(engine: Engine) -> None:
