@@ -2,7 +2,7 @@
 //
 // Sums of a chain are whole numbers, exact in 32 bits, and what follows is done in the order of grouped.cpp: bits are those
 // of its kernel. So each panel says from how many rows on AMX multiplies it (GroupedHeader::amx_rows), and a row may meet
-// both. engine/native/amx.py compares and measures at load; until now this ran under emulation only (tests/engine/native).
+// both. engine/native/amx.py compares and measures at load.
 //
 // bfloat16 stays with AVX-512: TDPBF16PS adds products in another order than VDPBF16PS, so all numbers of rows would need
 // it, and one row is what most passes have.
