@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +33,17 @@ _STEPS: Final = (4, 2, 1)
 MAX_ROWS: Final = 16
 
 
+class _Sizes(TypedDict):
+    max_model_len: int
+    block_size: int
+
+
 class _Captured(NamedTuple):
     """A graph of S steps for R rows."""
 
-    #: Of each step.
+    #: Of each step, in the rows of a buffer int64 [S, n].
     inputs: list[Inputs]
+    buffer: Tensor
     #: What the draws read, int64 [S, numbers, R].
     numbers: Tensor
     #: What they leave, int64 [S, R, results].
@@ -63,7 +69,7 @@ class CapturedChains:
         """
         self._forward, self._capture, self._layout = forward, capture, layout
         self._device = device
-        self._inputs_of = partial(Inputs, max_model_len=max_model_len, block_size=block_size, device=device)
+        self._sizes: _Sizes = {"max_model_len": max_model_len, "block_size": block_size}
         self._captured: dict[tuple[DrawShape, int], _Captured | None] = {}
 
     def follow(
@@ -110,16 +116,33 @@ class CapturedChains:
         rows: Rows,
     ) -> Tensor:
         """What the draws of a graph leave of the rows, int64 [S, R, results]."""
+        self._fill(captured, sequences)
         staged = torch.zeros(captured.numbers.shape, dtype=torch.int64, pin_memory=captured.numbers.is_cuda)
-        for step, inputs in enumerate(captured.inputs):
-            inputs.fill(self._layout([Segment(sequence, [0], 1) for sequence in sequences]))
-            for sequence in sequences:
-                sequence.length += 1
-            drawing.fill(staged[step].numpy(), shape, _later(rows, step))
+        for step, numbers in enumerate(staged.numpy()):
+            drawing.fill(numbers, shape, _later(rows, step))
         captured.inputs[0].batch.input_ids[0, : len(rows)].copy_(token_ids)
         captured.numbers.copy_(staged, non_blocking=True)
         captured.replay()
         return captured.out[:, : len(rows)].clone()
+
+    def _fill(self, captured: _Captured, sequences: Sequence[KVSequence]) -> None:
+        """Bring the batches of all steps. They differ by one entry a step, so only the last is laid out."""
+        num_steps = len(captured.inputs)
+        for sequence in sequences:
+            sequence.length += num_steps - 1
+        last = self._layout([Segment(sequence, [0], 1) for sequence in sequences])
+        for sequence in sequences:
+            sequence.length += 1
+        staged = torch.empty(captured.buffer.shape, dtype=torch.int64, pin_memory=captured.buffer.is_cuda)
+        used = np.arange(len(sequences))
+        for step, (inputs, own) in enumerate(zip(captured.inputs, staged.numpy(), strict=True)):
+            inputs.write(own, last)
+            numbers, _, kv_lens, tables = inputs.parts(own, np.int32)
+            numbers[1, used] -= num_steps - 1 - step
+            kv_lens[used] -= num_steps - 1 - step
+            block, offset = np.divmod(kv_lens[used] - 1, last.plan.block_size)
+            numbers[2, used] = tables[used, block] * np.int64(last.plan.block_size) + offset
+        captured.buffer.copy_(staged, non_blocking=True)
 
     def _captured_for(self, shape: DrawShape, num_steps: int) -> _Captured | None:
         key = shape, num_steps
@@ -143,10 +166,11 @@ class CapturedChains:
     def _made(self, shape: DrawShape, num_steps: int) -> _Captured:
         """The memory of a graph."""
         bucket = Bucket(shape.num_rows, shape.num_rows)
-        inputs = [self._inputs_of(bucket) for _ in range(num_steps)]
+        buffer = torch.zeros(num_steps, Inputs.size(bucket, **self._sizes), dtype=torch.int64, device=self._device)
+        inputs = [Inputs(bucket, **self._sizes, device=self._device, buffer=own) for own in buffer]
         numbers = drawing.padding(shape, self._device).repeat(num_steps, 1, 1)
         out = numbers.new_zeros(num_steps, shape.num_rows, shape.num_results)
-        return _Captured(inputs, numbers, out, lambda: None)
+        return _Captured(inputs, buffer, numbers, out, lambda: None)
 
     def _compute(self, captured: _Captured, shape: DrawShape) -> None:
         """What is captured. Rows left over draw tokens, too, and feed them to no sequence."""
