@@ -1,8 +1,11 @@
 """Linear layers with weights of 8 bits (e4m3) on a GPU, by torch's own product.
 
-It multiplies codes by codes, so activations are rounded, too: of every row (where weights have a scale per output) or
-of every 128 inputs of a row (where they have one per block) the largest magnitude becomes 448. What a row becomes does
-not depend on others.
+It multiplies codes by codes, so activations are rounded, too: the largest magnitude becomes 448, of every 128 inputs of a
+row (on Hopper, and where weights have a scale per block) or of every row. What a row becomes does not depend on others.
+
+Weights with a scale per output are multiplied on Hopper as if each block had it. An H200 took for up to 33 rows 17 us in
+place of 33 with 4096 x 11008 weights, 28 in place of 41 with 22016 x 4096 (bfloat16: 29, 49); for 128 rows 19 in place of
+31, and 47 of 35 (32, 52).
 """
 
 from __future__ import annotations
@@ -59,6 +62,11 @@ def unknown(weight: GroupedWeight) -> str | None:
     return None
 
 
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether cuBLAS knows scales per block there: it is Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 class Float8Linear(nn.Module):
     """A linear layer on a :class:`~engine.grouped_weight.GroupedWeight`; bfloat16 in and out."""
 
@@ -79,7 +87,10 @@ class Float8Linear(nn.Module):
     def of(cls, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Self:
         """A layer on ``device`` with a weight that :func:`unknown` has nothing against."""
         bias = None if bias is None else bias.detach().to(device, torch.bfloat16)
-        return cls(weight.codes.to(device), weight.scales.t().contiguous().to(device), bias)
+        scales = weight.scales.t()
+        if len(scales) == 1 and weight.in_features % BLOCK == 0 and multiplies_blocks(device):
+            scales = scales.expand(weight.in_features // BLOCK, -1)
+        return cls(weight.codes.to(device), scales.contiguous().to(device), bias)
 
     @classmethod
     def join(cls, layers: Sequence[Float8Linear]) -> Self:

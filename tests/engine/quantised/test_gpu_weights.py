@@ -125,6 +125,27 @@ def test_e4m3_is_multiplied_by_rows_that_are_rounded_alone(kind: str, is_own: bo
     assert torch.equal(alone.scales[0], rounded.scales[7])
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_inputs", "group"), [("output", 256, 128), ("tensor", 256, 128), ("output", 48, 48)]
+)
+def test_on_hopper_each_block_has_the_scale_of_its_output(
+    kind: str, num_inputs: int, group: int, blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are rounded in blocks then, which is no coarser."""
+    monkeypatch.setattr(float8_product, "multiplies_blocks", lambda device: True)
+    own = (
+        float8(kind, 48)
+        if num_inputs == 256
+        else GroupedWeight.of_codes(torch.randn(48, 48).to(torch.float8_e4m3fn), torch.rand(48, 1), 48)
+    )
+    layer = Float8Linear.of(own, None, DEVICE)
+    assert (layer.group, layer.scales.shape) == (group, (num_inputs // group, 48))
+    x = torch.randn(5, num_inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = nn.functional.linear(x.float(), own.decode())
+    found = layer(x.to(DEVICE)).float().cpu()
+    torch.testing.assert_close(found, wanted, atol=4e-2 * float(wanted.abs().max()), rtol=0)
+
+
 def test_which_e_4_m_3_is_not_known() -> None:
     assert float8_product.unknown(weight()) == "codes other than e4m3"
     assert float8_product.unknown(float8("output", 40)) == "40 x 256 weights in groups of 256"
