@@ -1,11 +1,12 @@
 """Linear layers with weights of 8 bits (e4m3) on a GPU, by torch's own product.
 
-It multiplies codes by codes, so activations are rounded, too: the largest magnitude becomes 448, of every 128 inputs of
-a row (on Hopper, and where weights have a scale per block) or of every row. What a row becomes does not depend on others.
+It multiplies codes by codes, so activations are rounded, too: the largest magnitude becomes 448, of every 128 inputs
+of a row (on Hopper, and where weights have a scale per block) or of every row. What a row becomes does not depend on
+others.
 
-Weights with a scale per output are multiplied on Hopper as if each block had it. An H200 took for up to 33 rows 17 us in
-place of 33 with 4096 x 11008 weights, 28 in place of 41 with 22016 x 4096 (bfloat16: 29, 49); for 128 rows 19 in place
-of 31, and 47 of 35 (32, 52).
+Weights with a scale per output are multiplied on Hopper as if each block had it. An H200 took for up to 33 rows 17 us
+in place of 33 with 4096 x 11008 weights, 28 in place of 41 with 22016 x 4096 (bfloat16: 29, 49); for 128 rows 19 in
+place of 31, and 47 of 35 (32, 52).
 """
 
 from __future__ import annotations
