@@ -38,7 +38,7 @@ class _Sizes(TypedDict):
     block_size: int
 
 
-class _Captured(NamedTuple):
+class _CapturedSteps(NamedTuple):
     """A graph of S steps for R rows."""
 
     #: Of each step, in the rows of a buffer int64 [S, n].
@@ -70,7 +70,7 @@ class CapturedChains:
         self._forward, self._capture, self._layout = forward, capture, layout
         self._device = device
         self._sizes: _Sizes = {"max_model_len": max_model_len, "block_size": block_size}
-        self._captured: dict[tuple[DrawShape, int], _Captured | None] = {}
+        self._captured: dict[tuple[DrawShape, int], _CapturedSteps | None] = {}
 
     def follow(
         self,
@@ -109,7 +109,7 @@ class CapturedChains:
 
     def _replay(
         self,
-        captured: _Captured,
+        captured: _CapturedSteps,
         shape: DrawShape,
         sequences: Sequence[KVSequence],
         token_ids: Tensor,
@@ -125,7 +125,7 @@ class CapturedChains:
         captured.replay()
         return captured.out[:, : len(rows)].clone()
 
-    def _fill(self, captured: _Captured, sequences: Sequence[KVSequence]) -> None:
+    def _fill(self, captured: _CapturedSteps, sequences: Sequence[KVSequence]) -> None:
         """Bring the batches of all steps. They differ by one entry a step, so only the last is laid out."""
         num_steps = len(captured.inputs)
         for sequence in sequences:
@@ -144,11 +144,11 @@ class CapturedChains:
             numbers[2, used] = tables[used, block] * np.int64(last.plan.block_size) + offset
         captured.buffer.copy_(staged, non_blocking=True)
 
-    def _captured_for(self, shape: DrawShape, num_steps: int) -> _Captured | None:
+    def _captured_for(self, shape: DrawShape, num_steps: int) -> _CapturedSteps | None:
         key = shape, num_steps
         if key not in self._captured:
             self._captured[key] = None  # a capture that fails is not tried again
-            made: list[_Captured] = []
+            made: list[_CapturedSteps] = []
 
             def run() -> None:
                 if not made:
@@ -163,16 +163,16 @@ class CapturedChains:
             self._captured[key] = None if replay is None else made[0]._replace(replay=replay)
         return self._captured[key]
 
-    def _made(self, shape: DrawShape, num_steps: int) -> _Captured:
+    def _made(self, shape: DrawShape, num_steps: int) -> _CapturedSteps:
         """The memory of a graph."""
         bucket = Bucket(shape.num_rows, shape.num_rows)
         buffer = torch.zeros(num_steps, Inputs.size(bucket, **self._sizes), dtype=torch.int64, device=self._device)
         inputs = [Inputs(bucket, **self._sizes, device=self._device, buffer=own) for own in buffer]
         numbers = drawing.padding(shape, self._device).repeat(num_steps, 1, 1)
         out = numbers.new_zeros(num_steps, shape.num_rows, shape.num_results)
-        return _Captured(inputs, buffer, numbers, out, lambda: None)
+        return _CapturedSteps(inputs, buffer, numbers, out, lambda: None)
 
-    def _compute(self, captured: _Captured, shape: DrawShape) -> None:
+    def _compute(self, captured: _CapturedSteps, shape: DrawShape) -> None:
         """What is captured. Rows left over draw tokens, too, and feed them to no sequence."""
         for step, inputs in enumerate(captured.inputs):
             if step:

@@ -297,7 +297,7 @@ def test_nobody_is_told_to_install_kernels_that_no_pass_uses(
     try:
         load_engine("qwen3_5")
         assert not [text for text in told if "much slower" in text]
-        monkeypatch.setattr(mixers, "ADVICE", "another advice")
+        monkeypatch.setattr(mixers, "_ADVICE", "another advice")
         load_engine("qwen3_5")
         assert [text for text in told if "much slower" in text]
     finally:
