@@ -122,16 +122,15 @@ def compare(args: argparse.Namespace) -> Found:
 
     shape = replace(SHAPES[args.sizes[0]], num_layers=_CHECKED_LAYERS, num_draft_layers=_CHECKED_LAYERS)
     device = torch.device(args.device)
-    size: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
-    target, _ = random_pairs.write_pair(shape, args.folder / "checked", **size)
+    options: Any = {"dtype": torch.float32, "device": device, "max_model_len": _MAX_MODEL_LEN}
+    target, _ = random_pairs.write_pair(shape, args.folder / "checked", **options)
     bundled = find_checkpoint(TARGET)
     checks = [check for folder in (bundled, target) for check in check_device(folder, args.device)]
 
     def texts(device: str, config: Mapping[str, Any] | None) -> tuple[list[Any], int]:
         """And how many drafted tokens were accepted."""
         sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-        options: Any = {"device": device, "dtype": "float32", "fixed_draft_length": True}
-        with LLM(bundled, speculative_config=config, **options) as llm:
+        with LLM(bundled, speculative_config=config, device=device, dtype="float32", fixed_draft_length=True) as llm:
             outputs = llm.generate(list(_PROMPTS), sampling)
         accepted = sum(output.metrics.num_accepted_tokens for output in outputs if output.metrics is not None)
         return [list(output.outputs[0].token_ids) for output in outputs], accepted

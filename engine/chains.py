@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -20,13 +21,13 @@ from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
 from specdec.rules import Rule
 
-__all__ = ["ChainJob", "Drawing", "Feed", "Follow", "StopFlags", "draft_chains", "draw_chains"]
+__all__ = ["ChainJob", "Drawing", "Extend", "Feed", "StopFlags", "draft_chains", "draw_chains"]
 
 #: Feeds the tokens just drawn, int64 [n], of the jobs of these numbers: to the logits after them, float32 [n, V].
 Feed: TypeAlias = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
-#: Does that as often as it is told, and draws after each: the rows and rules are those of the first draw. None: it
-#: cannot, and nothing was fed.
-Follow: TypeAlias = Callable[[Sequence[int], torch.Tensor, Rows, Sequence[Rule], int], list[Drafted] | None]
+#: Feeds the tokens just drawn of all chains, and draws and feeds so many more, by the rows and rules that come next.
+#: None: it cannot, and nothing was fed.
+Extend: TypeAlias = Callable[[torch.Tensor, Rows, Sequence[Rule], int], list[Drafted] | None]
 
 
 def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
@@ -65,12 +66,9 @@ def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | N
                 [Segment(jobs[i].sequence, token_ids[at : at + 1], 1) for at, i in enumerate(continuing)]
             )
 
-        links = engine.runner.links
-
-        def follow(continuing: Sequence[int], *rest: Any) -> list[Drafted] | None:
-            return None if links is None else links.follow([jobs[i].sequence for i in continuing], *rest)
-
-        return draw_chains(logits, jobs, feed, stop, follow)
+        captured, sequences = engine.runner.captured_chains, [job.sequence for job in jobs if job.num_tokens]
+        extend = None if captured is None else partial(captured.extend, sequences)
+        return draw_chains(logits, jobs, feed, stop, extend)
 
 
 def _draft_in_parallel(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
@@ -106,17 +104,17 @@ def _added_rows(jobs: Sequence[ChainJob]) -> torch.Tensor:
 
 
 def draw_chains(
-    logits: torch.Tensor, jobs: Sequence[Drawing], feed: Feed, stop: StopFlags | None, follow: Follow | None = None
+    logits: torch.Tensor, jobs: Sequence[Drawing], feed: Feed, stop: StopFlags | None, extend: Extend | None = None
 ) -> list[DraftedChain]:
     """Draw a chain for every job that wants tokens, empty for the others; in inference mode.
 
     ``logits`` float32 [those jobs, V] of the first token. Tokens stay on the device until all chains are drawn. Chains
-    of one length may be continued by ``follow``: once it is called, none is stopped.
+    of one length may be extended by ``extend``: once it is called, none is stopped.
     """
     chains = [DraftedChain(())] * len(jobs)
     drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
     if drafting:
-        steps, lengths = _steps(logits, jobs, drafting, feed, stop, follow=follow)
+        steps, lengths = _steps(logits, jobs, drafting, feed, stop, extend=extend)
         for i, chain in zip(drafting, collect(steps, lengths), strict=True):
             chains[i] = chain
     return chains
@@ -129,7 +127,7 @@ def _steps(
     feed: Feed,
     stop: StopFlags | None,
     *,
-    follow: Follow | None,
+    extend: Extend | None,
 ) -> tuple[list[Drafted], list[int]]:
     """Draw, feed the drawn tokens, and so on; chains that end leave the batch.
 
@@ -155,8 +153,8 @@ def _steps(
             rows = rows.select(continuing)
             tokens = tokens.index_select(0, send(continuing, tokens.device))
         active = [active[at] for at in continuing]
-        if len(steps) == 1 and follow is not None and len(set(lengths)) == 1:
-            more = follow(drafting, tokens, rows, [jobs[i].rule for i in drafting], lengths[0] - 1)
+        if len(steps) == 1 and extend is not None and len(set(lengths)) == 1:
+            more = extend(tokens, rows, [jobs[i].rule for i in drafting], lengths[0] - 1)
             if more is not None:
                 return steps + more, lengths
         logits = feed([drafting[i] for i in active], tokens)

@@ -34,6 +34,11 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 @cache
 def has_triton() -> bool:
     """Whether kernels for GPUs can be compiled: Triton comes with torch's CUDA builds for Linux."""

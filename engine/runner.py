@@ -42,8 +42,8 @@ class Runner(ABC):
         """``name``: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch attention"."""
         self.name = name
         self.limits = limits
-        #: What drafts several tokens of a chain by one launch; None: each is a pass.
-        self.links: CapturedChains | None = None
+        #: Drafts several tokens of a chain by one launch; None: each is a pass.
+        self.captured_chains: CapturedChains | None = None
 
     @property
     def description(self) -> str:

@@ -50,7 +50,7 @@ MAX_GATHER_S: Final = 0.2
 #: And at least: tokens that come faster leave together. At one session a target of 12 M parameters on two cores gives
 #: 1.12 times the tokens per second with 8 ms instead of 4, which is what it gives without gRPC (medians of alternating
 #: windows). The 99th percentile of the time between two messages rises from 6.7 to 10.7 ms. With 16 ms a round takes
-#: 0.7 of the gateway's CPU time, but right predictions, which it follows later, 1.1 to 1.3 times the time.
+#: 0.7 of the gateway's CPU time, but right predictions, of which it hears later, are up to 1.4 times slower.
 MIN_GATHER_S: Final = 0.008
 #: Drafts whose trip times are kept: a target has few, but replicas come and go.
 MAX_TRIP_TIMES: Final = 64

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypedDict
+from functools import partial
+from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,23 +27,17 @@ from specdec.rules import DraftSampling, Rule
 
 logger = logging.getLogger(__name__)
 
-#: Steps of a graph; longer chains replay several.
+#: Steps of a graph, powers of two: chains of any length replay some of few graphs.
 _STEPS: Final = (4, 2, 1)
-#: Chains of more sessions keep the device busy while the host prepares the next step.
+#: Up to so many rows every power of two is a bucket of passes, so that a step computes what a single pass would.
 MAX_ROWS: Final = 16
-
-
-class _Sizes(TypedDict):
-    max_model_len: int
-    block_size: int
 
 
 class _CapturedSteps(NamedTuple):
     """A graph of S steps for R rows."""
 
-    #: Of each step, in the rows of a buffer int64 [S, n].
+    #: Of each step.
     inputs: list[Inputs]
-    buffer: Tensor
     #: What the draws read, int64 [S, numbers, R].
     numbers: Tensor
     #: What they leave, int64 [S, R, results].
@@ -52,7 +46,7 @@ class _CapturedSteps(NamedTuple):
 
 
 class CapturedChains:
-    """Continues the chains of sessions that draw alike."""
+    """Extends the chains of sessions that all draw in the same way."""
 
     def __init__(
         self,
@@ -67,12 +61,11 @@ class CapturedChains:
         """``forward`` and ``capture`` as those of :class:`~engine.cuda.graphs.GraphRunner`; ``layout`` makes the
         batches, and raises for what cannot be fed.
         """
-        self._forward, self._capture, self._layout = forward, capture, layout
-        self._device = device
-        self._sizes: _Sizes = {"max_model_len": max_model_len, "block_size": block_size}
+        self._forward, self._capture, self._layout, self._device = forward, capture, layout, device
+        self._make_inputs = partial(Inputs, max_model_len=max_model_len, block_size=block_size, device=device)
         self._captured: dict[tuple[DrawShape, int], _CapturedSteps | None] = {}
 
-    def follow(
+    def extend(
         self,
         sequences: Sequence[KVSequence],
         token_ids: Tensor,
@@ -84,7 +77,7 @@ class CapturedChains:
     ) -> list[Drafted] | None:
         """Feed tokens, int64 [R], one to each sequence, and draw ``count`` more each: those of ``rows`` and its next.
 
-        Sequences grow by ``count``. None where they do not draw alike, draw in a way that no graph knows, or have no
+        Sequences grow by ``count``. None where they draw in several ways, in one that no graph knows, or have no
         graph: nothing was fed then. ``prepare`` is called before the first pass: a capture has used what that reads.
         Called on the device thread, in inference mode; nothing waits for the device.
 
@@ -101,8 +94,8 @@ class CapturedChains:
         drafted: list[Drafted] = []
         for captured in graphs:
             out = self._replay(captured, shape, sequences, token_ids, rows)
-            for result in out.split(1):  # type: ignore[no-untyped-call]
-                ids, *q = result[0].split([1, shape.q_width, shape.q_width], 1)
+            for result in out.unbind():
+                ids, *q = result.split([1, shape.q_width, shape.q_width], 1)  # type: ignore[no-untyped-call]
                 drafted.append(Drafted(ids[:, 0], *(q if shape.q_width else ())))
             token_ids, rows = drafted[-1].token_ids, _later(rows, len(out))
         return drafted
@@ -116,33 +109,16 @@ class CapturedChains:
         rows: Rows,
     ) -> Tensor:
         """What the draws of a graph leave of the rows, int64 [S, R, results]."""
-        self._fill(captured, sequences)
         staged = torch.zeros(captured.numbers.shape, dtype=torch.int64, pin_memory=captured.numbers.is_cuda)
-        for step, numbers in enumerate(staged.numpy()):
+        for step, (inputs, numbers) in enumerate(zip(captured.inputs, staged.numpy(), strict=True)):
+            inputs.fill(self._layout([Segment(sequence, [0], 1) for sequence in sequences]))
+            for sequence in sequences:
+                sequence.length += 1
             drawing.fill(numbers, shape, _later(rows, step))
         captured.inputs[0].batch.input_ids[0, : len(rows)].copy_(token_ids)
         captured.numbers.copy_(staged, non_blocking=True)
         captured.replay()
         return captured.out[:, : len(rows)].clone()
-
-    def _fill(self, captured: _CapturedSteps, sequences: Sequence[KVSequence]) -> None:
-        """Bring the batches of all steps. They differ by one entry a step, so only the last is laid out."""
-        num_steps = len(captured.inputs)
-        for sequence in sequences:
-            sequence.length += num_steps - 1
-        last = self._layout([Segment(sequence, [0], 1) for sequence in sequences])
-        for sequence in sequences:
-            sequence.length += 1
-        staged = torch.empty(captured.buffer.shape, dtype=torch.int64, pin_memory=captured.buffer.is_cuda)
-        used = np.arange(len(sequences))
-        for step, (inputs, own) in enumerate(zip(captured.inputs, staged.numpy(), strict=True)):
-            inputs.write(own, last)
-            numbers, _, kv_lens, tables = inputs.parts(own, np.int32)
-            numbers[1, used] -= num_steps - 1 - step
-            kv_lens[used] -= num_steps - 1 - step
-            block, offset = np.divmod(kv_lens[used] - 1, last.plan.block_size)
-            numbers[2, used] = tables[used, block] * np.int64(last.plan.block_size) + offset
-        captured.buffer.copy_(staged, non_blocking=True)
 
     def _captured_for(self, shape: DrawShape, num_steps: int) -> _CapturedSteps | None:
         key = shape, num_steps
@@ -166,11 +142,10 @@ class CapturedChains:
     def _made(self, shape: DrawShape, num_steps: int) -> _CapturedSteps:
         """The memory of a graph."""
         bucket = Bucket(shape.num_rows, shape.num_rows)
-        buffer = torch.zeros(num_steps, Inputs.size(bucket, **self._sizes), dtype=torch.int64, device=self._device)
-        inputs = [Inputs(bucket, **self._sizes, device=self._device, buffer=own) for own in buffer]
+        inputs = [self._make_inputs(bucket) for _ in range(num_steps)]
         numbers = drawing.padding(shape, self._device).repeat(num_steps, 1, 1)
         out = numbers.new_zeros(num_steps, shape.num_rows, shape.num_results)
-        return _CapturedSteps(inputs, buffer, numbers, out, lambda: None)
+        return _CapturedSteps(inputs, numbers, out, lambda: None)
 
     def _compute(self, captured: _CapturedSteps, shape: DrawShape) -> None:
         """What is captured. Rows left over draw tokens, too, and feed them to no sequence."""

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.cuda.joined_biases import join_biases
-from engine.device import has_triton
+from engine.device import capability_of, has_triton
 from engine.grouped_weight import GroupedWeight
 
 #: The first GPUs with the product, Ada's.
 LEAST_CAPABILITY: Final = (8, 9)
+#: The only ones for which cuBLAS multiplies blocks.
+HOPPER: Final = (9, 0)
 #: Inputs of a block that the product knows.
 BLOCK: Final = 128
 #: Inputs and outputs come in whole tiles of so many.
@@ -63,11 +65,6 @@ def unknown(weight: GroupedWeight) -> str | None:
     return None
 
 
-def multiplies_blocks(device: torch.device) -> bool:
-    """Whether cuBLAS knows scales per block there: it is Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 class Float8Linear(nn.Module):
     """A linear layer on a :class:`~engine.grouped_weight.GroupedWeight`; bfloat16 in and out."""
 
@@ -89,7 +86,7 @@ class Float8Linear(nn.Module):
         """A layer on ``device`` with a weight that :func:`unknown` has nothing against."""
         bias = None if bias is None else bias.detach().to(device, torch.bfloat16)
         scales = weight.scales.t()
-        if len(scales) == 1 and weight.in_features % BLOCK == 0 and multiplies_blocks(device):
+        if len(scales) == 1 and weight.in_features % BLOCK == 0 and capability_of(device) == HOPPER:
             scales = scales.expand(weight.in_features // BLOCK, -1)
         return cls(weight.codes.to(device), scales.contiguous().to(device), bias)
 

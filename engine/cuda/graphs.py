@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.batch import Batch
@@ -105,22 +104,15 @@ def is_eager() -> bool:
 class Inputs:
     """The buffers a captured pass reads: one piece of memory, filled by one copy."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        *,
-        max_model_len: int,
-        block_size: int,
-        device: torch.device,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
-        """Filled with padding alone. ``buffer``: zeros, int64 [:meth:`size`] on the device; None: memory of its own."""
+    def __init__(self, bucket: Bucket, *, max_model_len: int, block_size: int, device: torch.device) -> None:
+        """Filled with padding alone."""
         num_rows, num_sequences = bucket.num_rows, bucket.num_sequences + 1  # the last one has the rows left over
         self._shape = (num_rows, num_sequences, -(-max_model_len // block_size))
         self._num_lists = 5 if bucket.has_trees else 4
-        size = self.size(bucket, max_model_len=max_model_len, block_size=block_size)
-        self._buffer = torch.zeros(size, dtype=torch.int64, device=device) if buffer is None else buffer
-        numbers, row_starts, kv_lens, block_tables = self.parts(self._buffer, torch.int32)
+        num_int32 = 2 * num_sequences + 1 + num_sequences * self._shape[2]
+        size = self._num_lists * num_rows + (num_int32 + 1) // 2
+        self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        numbers, row_starts, kv_lens, block_tables = self._parts(self._buffer, torch.int32)
         row_starts[-1] = num_rows
         plan = BatchPlan(
             positions=numbers[1],
@@ -136,30 +128,16 @@ class Inputs:
         #: The batch a pass is captured on; its values change, its lists are empty.
         self.batch = Batch(plan, numbers[:1], numbers[3, : bucket.num_logits], [], [])
 
-    @staticmethod
-    def size(bucket: Bucket, *, max_model_len: int, block_size: int) -> int:
-        """Numbers, int64, of the buffers of a bucket."""
-        num_sequences, num_lists = bucket.num_sequences + 1, 5 if bucket.has_trees else 4
-        num_int32 = 2 * num_sequences + 1 + num_sequences * -(-max_model_len // block_size)
-        return num_lists * bucket.num_rows + (num_int32 + 1) // 2
-
     def fill(self, batch: Batch) -> None:
         """Bring a batch from the host, without waiting. Its token ids may be on the device already."""
-        # Memory of its own for each copy: torch takes pinned memory back when the copy out of it has been made.
-        staged = torch.empty(self._buffer.shape, dtype=torch.int64, pin_memory=self._buffer.is_cuda)
-        self.write(staged.numpy(), batch)
-        self._buffer.copy_(staged, non_blocking=True)
-        ids = batch.input_ids[0]
-        if ids.device.type != "cpu":
-            self.batch.input_ids[0, : len(ids)].copy_(ids)
-
-    def write(self, buffer: npt.NDArray[np.int64], batch: Batch) -> None:
-        """Write a batch to memory of the host that is laid out as the buffers are."""
         plan, ids = batch.plan, batch.input_ids[0]
         used_rows, used_sequences, num_logits = plan.num_rows, plan.num_sequences, batch.logit_rows.shape[0]
-        numbers, row_starts, kv_lens, block_tables = self.parts(buffer, np.int32)
+        # Memory of its own for each copy: torch takes pinned memory back when the copy out of it has been made.
+        staged = torch.empty(self._buffer.shape, dtype=torch.int64, pin_memory=self._buffer.is_cuda)
+        numbers, row_starts, kv_lens, block_tables = self._parts(staged.numpy(), np.int32)
         numbers[:, min(used_rows, num_logits) :] = 0
-        if ids.device.type == "cpu":
+        on_host = ids.device.type == "cpu"
+        if on_host:
             numbers[0, :used_rows] = ids.numpy()
         numbers[1, :used_rows] = plan.positions.numpy()
         numbers[2, :used_rows] = plan.slots.numpy()
@@ -174,8 +152,11 @@ class Inputs:
         # The rest of a table is never read.
         block_tables[:used_sequences, : plan.block_tables.shape[1]] = plan.block_tables.numpy()
         block_tables[-1, 0] = 0
+        self._buffer.copy_(staged, non_blocking=True)
+        if not on_host:
+            self.batch.input_ids[0, :used_rows].copy_(ids)
 
-    def parts(self, buffer: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
+    def _parts(self, buffer: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
         """Ids, positions, slots, logit rows and, of trees, ancestors, int64 [4 or 5, T]; then row starts, kv_lens and
         block tables, ``int32``.
 
@@ -290,8 +271,8 @@ class GraphRunner:
 
             def run() -> None:
                 if not made:  # within what ranks agree on: memory may run out on one alone
-                    longest, size, device = self._max_model_len, self._block_size, self._logits.device
-                    made.append(Inputs(bucket, max_model_len=longest, block_size=size, device=device))
+                    sizes = {"max_model_len": self._max_model_len, "block_size": self._block_size}
+                    made.append(Inputs(bucket, **sizes, device=self._logits.device))
                 self._compute(made[0].batch, layers)
 
             try:

@@ -22,7 +22,7 @@ from engine.plan import BatchPlan
 _ROUNDED_NUMBERS: Final = 4096
 #: Rows that a program rotates together, where a tile is large; a round has few.
 _TILE_FED: Final = 32
-#: Numbers of the parts that the last program of a tile reads together, as many as registers hold.
+#: Numbers of the parts that the last program of a tile reads together, 64 for each thread.
 _JOINED_NUMBERS: Final = 8192
 #: Of a thread at first: more than 8,192 rows of 8 key heads need.
 _COUNTERS: Final = 2**17

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, rec
 from engine.native import chains as native
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
-from engine.sampling.drafting import Drafted, DraftedChain
+from engine.sampling.drafting import DraftedChain
 from engine.sampling.transfer import send
 from specdec.process.cores import usable_cores
 from specdec.settings import ModelSettings
@@ -70,7 +71,7 @@ class PagedHead(HeadCache):
                 bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._native: NativeHead | None = None
         self._graphs: GraphRunner | None = None
-        self._links: CapturedChains | None = None
+        self._captured_chains: CapturedChains | None = None
         #: What captured passes read beside their batch, [rows, H].
         self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
@@ -116,7 +117,7 @@ class PagedHead(HeadCache):
         )
         from engine.cuda.chains import CapturedChains  # noqa: PLC0415 - there is no Triton without a GPU
 
-        self._links = CapturedChains(
+        self._captured_chains = CapturedChains(
             self._step,
             capture,
             self._batch,
@@ -130,7 +131,7 @@ class PagedHead(HeadCache):
                     self._graphs.warm_up((layer,))
         except NotCapturable as error:
             logger.warning("%s runs without CUDA graphs: %s", type(head).__name__, error)
-            self._graphs = self._links = None
+            self._graphs = self._captured_chains = None
 
     def _step(self, batch: Batch) -> Tensor:
         """Logits [N, V] of a pass over the outputs that lie ready, which leaves its own there."""
@@ -258,14 +259,12 @@ class PagedHead(HeadCache):
             if len(drafting) < len(jobs):
                 logits = logits.index_select(0, send(drafting, self.device))
 
-            def follow(drafting: Sequence[int], *rest: Any) -> list[Drafted] | None:
-                if self._links is None:
-                    return None
-                links, own = self._links, x.index_select(0, send(list(drafting), self.device))
-                fed = [jobs[i].sequence for i in drafting]
-                return links.follow(fed, *rest, prepare=lambda: self._features[: len(own)].copy_(own))
+            def prepare() -> None:
+                self._features[: len(drafting)].copy_(x.index_select(0, send(drafting, self.device)))
 
-            chains = draw_chains(logits, jobs, feed, stop, follow)
+            captured, sequences = self._captured_chains, [jobs[i].sequence for i in drafting]
+            extend = None if captured is None else partial(captured.extend, sequences, prepare=prepare)
+            chains = draw_chains(logits, jobs, feed, stop, extend)
             for job, length in zip(jobs, lengths, strict=True):
                 job.sequence.length = length
             return chains

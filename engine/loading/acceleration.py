@@ -121,8 +121,6 @@ def runners(
 
 
 def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_rows: int) -> TorchRunner:
-    from engine.cuda.chains import CapturedChains  # noqa: PLC0415 - there is no Triton without a GPU
-
     capture = CudaCapture(engine.device)
     runner.graphs = GraphRunner(
         runner.run_modules,
@@ -134,13 +132,14 @@ def _with_graphs(engine: Engine, runner: TorchRunner, ranks: Ranks | None, max_r
         hidden_size=engine.hidden_size,
     )
     if ranks is None:  # the others run passes that they are told of
-        layout, sizes = partial(build_batch, **engine.limits), engine.limits
-        runner.links = CapturedChains(
+        from engine.cuda.chains import CapturedChains  # noqa: PLC0415 - there is no Triton without a GPU
+
+        runner.captured_chains = CapturedChains(
             runner.run_modules,
             capture,
-            layout,
-            max_model_len=sizes["max_model_len"],
-            block_size=sizes["block_size"],
+            partial(build_batch, **engine.limits),
+            max_model_len=engine.limits["max_model_len"],
+            block_size=engine.limits["block_size"],
             device=engine.device,
         )
     return runner

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.cuda import float8, int4
 from engine.cuda.float8 import Float8Linear
 from engine.cuda.int4 import Int4Linear
+from engine.device import capability_of
 from engine.native.rounded import GroupedLinear
 from specdec.errors import ModelNotSupported
 
@@ -63,11 +64,6 @@ def place(model: nn.Module, dtype: torch.dtype, device: torch.device, name: str,
     if reasons:
         why = "; ".join(f"{count} for {reason}" for reason, count in reasons.items())
         logger.warning("%s: %d layers are decoded to %s: %s", name, reasons.total(), dtype, why)
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a GPU; None on a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _product(layer: GroupedLinear, device: torch.device, faults: dict[Hashable, str | None]) -> Product | str:

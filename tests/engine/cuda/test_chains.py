@@ -30,7 +30,7 @@ def engine(load_engine: Callable[..., Engine]) -> Engine:
     return load_engine("llama", device=DEVICE, enforce_eager=DEVICE == "cpu", kv_cache_memory_bytes=200_000)
 
 
-def linked(engine: Engine, capture: graphs.Capture = rerun) -> CapturedChains:
+def captured_chains(engine: Engine, capture: graphs.Capture = rerun) -> CapturedChains:
     """Graphs are functions run again where there is no GPU."""
     if DEVICE != "cpu" and capture is rerun:
         capture = graphs.CudaCapture(engine.device)
@@ -46,13 +46,13 @@ def linked(engine: Engine, capture: graphs.Capture = rerun) -> CapturedChains:
 
 def drafted(
     engine: Engine,
-    links: CapturedChains | None,
+    captured: CapturedChains | None,
     kinds: Sequence[tuple[Rule, dict[str, Any]]],
     counts: Sequence[int],
     stop: Sequence[int] | None = None,
 ) -> tuple[list[DraftedChain], list[int]]:
     """Two chains of each session, one after the other, and the lengths of their sequences."""
-    engine.runner.links = links
+    engine.runner.captured_chains = captured
     sequences = [engine.pool.open(30) for _ in counts]
     states = [
         SamplingState(SamplingParams(seed=i, **params), [3 + i, 5, 7], 3, engine.info.vocab_size, device=engine.device)
@@ -68,7 +68,7 @@ def drafted(
     lengths = [sequence.length for sequence in sequences]
     for sequence in reversed(sequences):
         engine.pool.release(sequence)
-    engine.runner.links = None
+    engine.runner.captured_chains = None
     return chains, lengths
 
 
@@ -89,28 +89,29 @@ def drafted(
 def test_chains_are_those_of_single_steps(
     kinds: list[tuple[Rule, dict[str, Any]]], sampling: str | None, count: int, engine: Engine
 ) -> None:
-    links = linked(engine)
+    captured = captured_chains(engine)
     counts = [count] * len(kinds)
-    found = drafted(engine, links, kinds, counts)
+    found = drafted(engine, captured, kinds, counts)
     assert found == drafted(engine, None, kinds, counts)
     assert all(len(chain.token_ids) == count for chain in found[0])
-    sizes = sorted(size for shape, size in links._captured if shape.sampling.name == sampling)  # noqa: SLF001
+    graphs_of = captured._captured.items()  # noqa: SLF001
+    sizes = sorted(size for (shape, size), made in graphs_of if made and shape.sampling.name == sampling)
     assert sizes == ([] if sampling is None else {1: [], 2: [1], 4: [1, 2], 8: [1, 2, 4]}[count])
 
 
 def test_chains_of_several_lengths_or_stopped_ones_are_drafted_step_by_step(engine: Engine) -> None:
     kinds = [(Rule.BLOCK, GREEDY)] * 2
     for counts, stop in (([2, 5], None), ([4, 4], [0, 1])):
-        links = linked(engine)
-        found = drafted(engine, links, kinds, counts, stop)
+        captured = captured_chains(engine)
+        found = drafted(engine, captured, kinds, counts, stop)
         assert found == drafted(engine, None, kinds, counts, stop)
-        assert not links._captured  # noqa: SLF001
+        assert not captured._captured  # noqa: SLF001
 
 
 def test_sessions_that_are_fed_alone_disturb_nobody(engine: Engine) -> None:
     kinds = [(Rule.BLOCK, GREEDY)] * 3
-    links = linked(engine)
-    assert drafted(engine, links, kinds, [4, 0, 4]) == drafted(engine, None, kinds, [4, 0, 4])
+    captured = captured_chains(engine)
+    assert drafted(engine, captured, kinds, [4, 0, 4]) == drafted(engine, None, kinds, [4, 0, 4])
 
 
 def test_without_memory_for_a_graph_each_token_is_a_pass(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,12 +119,12 @@ def test_without_memory_for_a_graph_each_token_is_a_pass(engine: Engine, caplog:
         raise torch.OutOfMemoryError("it is full")
 
     kinds, counts = [(Rule.BLOCK, GREEDY)], [4]
-    assert drafted(engine, linked(engine, fail), kinds, counts) == drafted(engine, None, kinds, counts)
+    assert drafted(engine, captured_chains(engine, fail), kinds, counts) == drafted(engine, None, kinds, counts)
     assert caplog.text.count("are drafted step by step: OutOfMemoryError: it is full") == 2, "once for each size"
 
 
 def test_no_chain_outgrows_its_sequence(engine: Engine) -> None:
     """As without graphs."""
-    for links in (linked(engine), None):
+    for captured in (captured_chains(engine), None):
         with pytest.raises(ValueError, match="exceed the 32"):
-            drafted(engine, links, [(Rule.BLOCK, GREEDY)], [40])
+            drafted(engine, captured, [(Rule.BLOCK, GREEDY)], [40])

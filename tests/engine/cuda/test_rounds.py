@@ -112,7 +112,7 @@ class Model:
 
     def __init__(self) -> None:
         self.pool = KVPool(400, 4)
-        self.runner = SimpleNamespace(draft_chains=lambda jobs, stop: None, links=None)  # a pass per step
+        self.runner = SimpleNamespace(draft_chains=lambda jobs, stop: None, captured_chains=None)  # a pass per step
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         batch = build_batch(segments, block_size=4, vocab_size=V, max_model_len=64).to(META)

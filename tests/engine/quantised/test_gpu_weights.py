@@ -132,7 +132,7 @@ def test_on_hopper_each_block_has_the_scale_of_its_output(
     kind: str, num_inputs: int, group: int, blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are rounded in blocks then, which is no coarser."""
-    monkeypatch.setattr(float8_product, "multiplies_blocks", lambda device: True)
+    monkeypatch.setattr(float8_product, "capability_of", lambda device: (9, 0))
     own = (
         float8(kind, 48)
         if num_inputs == 256
