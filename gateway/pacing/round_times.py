@@ -22,6 +22,8 @@ LEAST_ROUNDS: Final = 0.8
 MOST_ROUNDS: Final = 0.05
 #: A trial that was not measured ends after so many windows: sessions that decode many tokens on one request join late.
 TRIAL_WINDOWS: Final = 8
+#: Windows after a trial in which sessions may still be changing back: what is lost in them counts, too.
+CHANGING_WINDOWS: Final = 2
 #: The first trial is followed by its own length without one, each other one by more by this factor, until the bound on
 #: what trials lose is reached: a server that has just started is slow in ways that pass.
 PAUSE_GROWTH: Final = 4
@@ -29,6 +31,9 @@ PAUSE_GROWTH: Final = 4
 ALLOWED_LOSS: Final = 0.01
 #: A trial counts as if it lost so much at least: what a change of mode costs after it is not in what it lost.
 LEAST_LOSS: Final = 0.1
+#: Windows that tell whether drafting pays: at most, and at least.
+RECENT: Final = 8
+LEAST_GAINS: Final = 4
 #: Plain tokens whose time a round without drafted tokens takes, and what each drafted token adds to it, relatively:
 #: assumed where no round was measured. Measured 1.3 and 0.1 on the bundled pair, less on larger targets; optimistic,
 #: so that speculation is tried.
@@ -42,6 +47,9 @@ class RoundTimes:
     Only windows that follow each other are compared: other processes on the machine change from second to second what
     either takes. Times are sums over all sessions: where rounds of some slow down the plain tokens of others (a step
     carries both, the draft takes a core), the rounds are charged with it.
+
+    On two cores, embedded, two sessions have 1.0 to 1.1 of plain decoding where both draft, and 0.7 where one does. So
+    :attr:`mixing` and :attr:`pays` say when they had better do the same.
     """
 
     def __init__(self, nearest: RoundTimes | None = None) -> None:
@@ -59,12 +67,18 @@ class RoundTimes:
         self._round_cost: float = FIRST_ROUND if nearest is None else nearest._round_cost
         #: Time of sessions that may draft since both modes were compared; in this trial that and their tokens.
         self._since_ns = self._tried_ns = self._num_tried = 0
-        #: Share of its time that the latest trial lost.
-        self.loss = 0.0
-        #: Session time in the latest trial in which sessions took part; so many times as long is the pause.
+        #: The latest trial, while sessions change back.
+        self._ended: Mode | None = None
+        #: Session time in the latest trial in which sessions took part, and that of the pauses before and after it.
         self._trial_ns: int = 0 if nearest is None else nearest._trial_ns
-        self._pause: float = 0.0 if nearest is None else nearest._pause
+        self._pause_ns: float = 0.0 if nearest is None else nearest._pause_ns
+        self._last_pause_ns = self._pause_ns
         self._num_windows = 0
+        #: How many times as long as apart rounds and plain tokens take where sessions miss each other's steps.
+        self.mixing = 1.0
+        self._mixings: deque[float] = deque(maxlen=MEMORY)
+        #: Speed over plain decoding of the latest windows, since a trial, in which sessions chose to draft.
+        self._gains: deque[float] = deque(maxlen=RECENT)
         self._clear()
 
     @property
@@ -100,20 +114,30 @@ class RoundTimes:
             self._num_plain += num_tokens
         if may_draft:
             self._since_ns += cycle_ns
-            if self.trial is not None:
+            if self.trial is not None or self._ended is not None:
                 self._tried_ns += cycle_ns
                 self._num_tried += num_tokens
         is_long = not self.is_measured or self._total_ns >= WINDOW_NS * num_sessions
         is_over = is_long and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
         if is_over:
-            mode = self._measure()
+            mode = self._measure(num_sessions)
             self._clear()
             self._try(mode)
         return is_over
 
-    def _measure(self) -> Mode | None:
+    @property
+    def pays(self) -> bool:
+        """Whether several sessions were not slower than plain decoding, all together, since some of them drafted.
+
+        Of one session, texts differ too much for that: over gRPC it had 1.06 of plain decoding in place of 1.20.
+        """
+        return len(self._gains) < LEAST_GAINS or sum(self._gains) >= len(self._gains)
+
+    def _measure(self, num_sessions: int) -> Mode | None:
         """Take up what the window measured; None: nothing."""
         share, plain_ns = self._round_ns / self._total_ns, self._ns.get(Mode.PLAIN, 0.0)
+        if num_sessions > 1 and self.trial is None and share > MOST_ROUNDS and plain_ns:
+            self._gains.append(self._num_tokens / self._total_ns / self._speeds[Mode.PLAIN])
         if share <= MOST_ROUNDS and self._num_plain:
             mode, count = Mode.PLAIN, float(self._num_plain)
             others_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
@@ -121,6 +145,10 @@ class RoundTimes:
             mode, count = Mode.SPECULATIVE, self._num_rounds
             others_ns = self._num_plain * plain_ns
         else:
+            if plain_ns and Mode.SPECULATIVE in self._ns:
+                expected = self._num_rounds * self._ns[Mode.SPECULATIVE] + self._num_plain * plain_ns
+                self._mixings.append(self._total_ns / expected)
+                self.mixing = max(1.0, median(self._mixings))
             return None
         self._ns[mode] = max(self._total_ns - others_ns, 0.5 * self._total_ns) / count
         self._speeds[mode] = self._num_tokens / self._total_ns
@@ -131,33 +159,42 @@ class RoundTimes:
         self._mode = mode
         return mode
 
-    def pause(self, loss: float) -> None:
-        """A trial ended that was slower than the other mode by the share ``loss`` of its time."""
-        self._pause = min(PAUSE_GROWTH * max(self._pause, 1.0), max(loss, LEAST_LOSS) / ALLOWED_LOSS)
-
     def _try(self, mode: Mode | None) -> None:
         """After a window that measured ``mode``: end the trial, or begin one that is due."""
+        self._num_windows += 1
         if self.trial is not None:
-            self._num_windows += 1
             if mode is self.trial or self._num_windows >= TRIAL_WINDOWS:
-                self.loss = self._lost(self.trial)
-                self.trial = None
-                self._since_ns = 0
+                self._ended, self.trial = self.trial, None
+                self._num_windows = self._since_ns = 0
                 self._trial_ns = self._tried_ns or self._trial_ns
-        elif self._mode is not None and self._since_ns >= self._pause * self._trial_ns:
+                self._last_pause_ns = self._pause_ns
+                self._gains.clear()
+                self._pause(self._ended)
+            return
+        if self._ended is not None and mode in (None, self._ended) and self._num_windows <= CHANGING_WINDOWS:
+            self._pause(self._ended)
+        else:
+            self._ended = None
+        if self._mode is not None and self._since_ns >= self._pause_ns:
             self.trial = Mode.SPECULATIVE if self._mode is Mode.PLAIN else Mode.PLAIN
+            self._ended = None
             self._num_windows = self._tried_ns = self._num_tried = 0
 
-    def _lost(self, trial: Mode) -> float:
+    def _pause(self, trial: Mode) -> None:
+        """Choose the time without a trial after this one. After the first ones it is shorter."""
+        lost_ns = max(self._lost_ns(trial), LEAST_LOSS * self._trial_ns)
+        self._pause_ns = min(PAUSE_GROWTH * max(self._last_pause_ns, self._trial_ns), lost_ns / ALLOWED_LOSS)
+
+    def _lost_ns(self, trial: Mode) -> float:
         """How much less than all of a trial's time the other mode takes for the same tokens, as fast as it was in its
-        latest window; as a share. It contains drafts that are opened and steps that wait.
+        latest window. It contains drafts that are opened and steps that wait.
 
         Embedded, sampled, 1.2 s windows, mean speed over plain decoding at 8 sessions 0.975 (24 windows), 0.953 where
         the loss was what the better texts' acceptance promised and trials came in the time of all sessions.
         """
         other = Mode.PLAIN if trial is Mode.SPECULATIVE else Mode.SPECULATIVE
-        expected = self._speeds.get(other, 0.0) * self._tried_ns
-        return max(0.0, 1.0 - self._num_tried / expected) if expected else 0.0
+        speed = self._speeds.get(other, 0.0)
+        return self._tried_ns - self._num_tried / speed if speed else 0.0
 
     def _clear(self) -> None:
         self._total_ns = self._round_ns = self._num_verdicts = self._num_plain = self._num_tokens = 0

@@ -71,6 +71,8 @@ class DrafterPacer:
         self._times: dict[int, RoundTimes] = {}
         #: Counts what may change the choice of sessions that decode plainly.
         self.num_changes = 0
+        #: What open sessions expect of drafting: the sum of their speeds over plain decoding, and how many they are.
+        self.sum_speedups, self.num_expecting = 0.0, 0
 
     @property
     def times(self) -> RoundTimes:
@@ -80,6 +82,16 @@ class DrafterPacer:
             nearest = min(self._times, key=lambda other: abs(other - load), default=None)
             self._times[load] = RoundTimes(None if nearest is None else self._times[nearest])
         return self._times[load]
+
+    @property
+    def least_speedup(self) -> float:
+        """Speed over plain decoding from which on a session drafts. It does what is better for all on the mean, unless
+        it gains more by the other than is lost where some draft and others do not.
+        """
+        if self.num_expecting < 2:
+            return 1.0
+        mixing = self.times.mixing
+        return 1.0 / mixing if self.sum_speedups > self.num_expecting else mixing
 
     def usual(self, num_tokens: int) -> list[float]:
         """Rates of the first ``num_tokens`` positions in the recent texts; they are looked at once a window."""
@@ -110,8 +122,6 @@ class DrafterPacer:
             self.num_changes += 1
             if trial is not None and times.trial is None:
                 stats.num_trials[trial] += 1
-                # Streams come back a trip later.
-                times.pause(1.0 if self.streams and trial is Mode.PLAIN else times.loss)
 
 
 class SessionPace:
@@ -129,6 +139,8 @@ class SessionPace:
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
         self._is_open = True
+        #: Speed over plain decoding that it expects of drafting; None: it was not asked yet.
+        self._expected: float | None = None
         #: Whether the text had a round, so that it is one of the recent ones.
         self._is_known = False
         #: ``num_changes`` of the drafter when this session last chose.
@@ -194,6 +206,7 @@ class SessionPace:
         """See :class:`~gateway.pacing.pace.Pace`."""
         if self._is_open:
             self._is_open = False
+            self._expect(None)
             self._drafter.num_sessions -= 1
             self._drafter.target.num_sessions -= 1
 
@@ -208,7 +221,15 @@ class SessionPace:
             return limit  # fewer tokens would not show long copies
         speedups = drafter.speedups(self._acceptance, limit)
         best = max(speedups, key=speedups.__getitem__)
-        if speedups[best] <= 1.0:
+        self._expect(speedups[best])
+        if speedups[best] <= drafter.least_speedup or not times.pays:
             return 0
         self.speedup = speedups[best]
         return best
+
+    def _expect(self, speedup: float | None) -> None:
+        """Tell the others what this session expects of drafting; None: nothing any more."""
+        drafter, before = self._drafter, self._expected
+        drafter.sum_speedups += (speedup or 0.0) - (before or 0.0)
+        drafter.num_expecting += (speedup is not None) - (before is not None)
+        self._expected = speedup
