@@ -23,7 +23,7 @@ from gateway.decoding.round import AskedRound, DirectRound, RoundRequest
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
-from gateway.pacing.round_times import WINDOW_VERDICTS
+from gateway.pacing.round_times import WINDOW_NS
 from gateway.placement.routing import HiddenStateSpec, Replica
 from specdec.backends import DraftBackend, DraftRelay, TargetBackend
 from specdec.direct_draft import DirectDraftSession
@@ -48,9 +48,10 @@ LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 #: What a refusal names where the request itself cannot be continued: its grammar, or tokens that it forbids.
 PARAMETERS: Final = frozenset(row.name for row in parameters())
 
-#: Plain verdicts that pacing is told of with a later one, at most: together they are as many as a window has of each
-#: session at least.
-MAX_DEFERRED: Final = WINDOW_VERDICTS - 1
+#: Plain verdicts that pacing is told of with a later one, at most; and the time they may take, a part of a window. With
+#: 3, wrong predictions take 2 µs more of the event loop for each token (embedded, 8 sessions).
+MAX_DEFERRED: Final = 7
+MAX_DEFERRED_NS: Final = WINDOW_NS // 4
 
 #: Tokens up to which an answer ends before a draft can help.
 SHORT_ANSWER: Final = 2
@@ -446,6 +447,8 @@ class Decoding:
         (Zen 5, 8 sessions, means of four runs).
         """
         if not self._num_deferrable or not verdict.num_multi_step_left or verdict.hidden_states:
+            return False
+        if verdict.committed_ns - self._deferred[0].committed_ns > MAX_DEFERRED_NS:
             return False
         self._num_deferrable -= 1
         return self._pace.is_settled and (not self._lookup.is_on or self._lookup_pace.is_settled)

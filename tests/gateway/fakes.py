@@ -243,6 +243,7 @@ class FakeTargetSession(FakeSession):
         self.asked = self.early = self.waiting = None
         self.multi_step_until = 0
         self.finished = False
+        self.on_committed = None
         #: The first position whose hidden states were not sent.
         self.states_from = 0
         first = self.commit([])

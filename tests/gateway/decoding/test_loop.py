@@ -262,8 +262,8 @@ async def test_plain_verdicts_that_change_nothing_are_told_together():
     assert out == reference(PROMPT, params(max_tokens=100))
     assert pace.num_rounds >= 3
     assert pace.told[0] == (1, 1)
-    assert (4, 4) in pace.told
-    assert all(verdicts == tokens <= 4 for verdicts, tokens in pace.told)
+    assert (8, 8) in pace.told
+    assert all(verdicts == tokens <= 8 for verdicts, tokens in pace.told)
     assert sum(tokens for _, tokens in pace.told) + decoding.metrics.num_accepted_draft_tokens + pace.num_rounds == 100
     assert_all_closed(target, draft)
 

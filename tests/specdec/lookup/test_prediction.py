@@ -45,6 +45,24 @@ def test_of_equal_places_the_nearest_counts():
     assert follow([1, 2, 3, 10, 1, 2, 3, 20, *range(50, 88), 7, 8, 1, 2, 3], prediction).token_ids == (30,)
 
 
+def test_tokens_are_found_whole():
+    """Their bytes may stand across two others."""
+    prediction = [0x01000000, 0x02000000, 0x03000000, 9, *range(50, 90), 1, 2, 3, 30, 0x04000000, 5]
+    assert follow([7, 8, 1, 2, 3], prediction).token_ids[0] == 30
+    assert follow([*prediction[:-2], 70, 1, 2, 3], prediction).token_ids[0] == 30
+    assert follow([7, 4], prediction).token_ids == tuple(prediction[2:6])
+
+
+def test_tokens_that_were_committed_together_are_read_like_those_that_came_one_by_one():
+    edited = [*PREDICTION[:20], *range(500, 530), *PREDICTION[40:60]]
+    lookup = PredictionLookup(PREDICTION)
+    text = lookup.open(SessionSpec(session_id="s", epoch=1, token_ids=(1,), prompt_len=1, params=SamplingParams()))
+    text.replace(1, edited)
+    text.ingest(text.num_pending)
+    assert (text.num_pending, lookup.look_up(text, 4)) == (0, follow(edited))
+    assert lookup.look_up(text, 4).token_ids == (160, 161, 162, 163)
+
+
 def test_an_output_that_is_replaced_is_read_again():
     lookup = PredictionLookup(PREDICTION)
     text = lookup.open(SessionSpec(session_id="s", epoch=1, token_ids=(1,), prompt_len=1, params=SamplingParams()))
