@@ -198,7 +198,7 @@ async def test_rounds_without_messages_of_the_gateway(start_core, serve, plain, 
 
 async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monkeypatch):
     """Nobody waits for them: the gateway chose their lengths before."""
-    for name in ("MIN_GATHER_S", "MAX_GATHER_S"):
+    for name in ("MIN_ROUNDS_GATHER_S", "MAX_GATHER_S"):
         monkeypatch.setattr(servicer_module, name, 20.0)  # the end of the text does not wait
     prompt = make_prompt(1)
     text = plain(prompt, NUM_TOKENS)
@@ -216,7 +216,8 @@ async def test_verdicts_leave_together(start_core, serve, plain, tmp_path, monke
 
 
 async def test_lengths_change_while_rounds_run(start_core, serve, plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(servicer_module, "MIN_GATHER_S", 0.0)  # each verdict is answered before the next round
+    for name in ("MIN_GATHER_S", "MIN_ROUNDS_GATHER_S"):
+        monkeypatch.setattr(servicer_module, name, 0.0)  # each verdict is answered before the next round
     prompt = make_prompt(2)
     text = plain(prompt, NUM_TOKENS)
     draft = ScriptedDraft(drafts(text, prompt, wrong=(1,)))

@@ -129,9 +129,9 @@ async def test_sessions_that_wait_for_rounds_do_not_delay_messages(start_core, s
 
 
 def test_messages_gather_for_a_limited_time():
-    assert gather_time_ns(0, 2) == gather_time_ns(1, 2) == 1e9 * MIN_GATHER_S
-    assert gather_time_ns(8, 2) == 14_000_000
-    assert gather_time_ns(256, 2) == gather_time_ns(10**6, 2) == 1e9 * MAX_GATHER_S
+    assert gather_time_ns(0, 2, MIN_GATHER_S) == gather_time_ns(1, 2, MIN_GATHER_S) == 1e9 * MIN_GATHER_S
+    assert gather_time_ns(8, 2, MIN_GATHER_S) == 14_000_000
+    assert gather_time_ns(256, 2, MIN_GATHER_S) == gather_time_ns(10**6, 2, MIN_GATHER_S) == 1e9 * MAX_GATHER_S
 
 
 async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):
