@@ -45,12 +45,12 @@ def test_of_equal_places_the_nearest_counts():
     assert follow([1, 2, 3, 10, 1, 2, 3, 20, *range(50, 88), 7, 8, 1, 2, 3], prediction).token_ids == (30,)
 
 
-def test_tokens_are_found_whole():
-    """Their bytes may stand across two others."""
-    prediction = [0x01000000, 0x02000000, 0x03000000, 9, *range(50, 90), 1, 2, 3, 30, 0x04000000, 5]
-    assert follow([7, 8, 1, 2, 3], prediction).token_ids[0] == 30
-    assert follow([*prediction[:-2], 70, 1, 2, 3], prediction).token_ids[0] == 30
-    assert follow([7, 4], prediction).token_ids == tuple(prediction[2:6])
+@pytest.mark.parametrize("first", [0xD7FE, 0xFEFF, 0x10FFF0])
+def test_tokens_whose_numbers_are_no_characters(first):
+    """Surrogates, a byte order mark, and the last ones there are."""
+    prediction = [first, first + 1, first + 2, *range(50, 90), first + 5, first + 4, first + 3, 30]
+    assert follow([7, 8, first + 5, first + 4, first + 3], prediction).token_ids == (30,)
+    assert follow([7, first + 1], prediction).token_ids == (first + 2, 50, 51, 52)
 
 
 def test_tokens_that_were_committed_together_are_read_like_those_that_came_one_by_one():
