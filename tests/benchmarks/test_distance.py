@@ -50,11 +50,13 @@ far_line.enter()
 line = far_line.FarLine()
 server = socket.create_server((far_line.NEAR, 0))
 line.set(20.0, 0.0, float({loss}), server.getsockname()[1])
-def echo():
-    connection, _ = server.accept()
+def echo(connection):
     while data := connection.recv(1000):
         connection.sendall(data)
-threading.Thread(target=echo, daemon=True).start()
+def accept():  # in any order: the end of a handshake may be lost
+    while True:
+        threading.Thread(target=echo, args=server.accept()[:1], daemon=True).start()
+threading.Thread(target=accept, daemon=True).start()
 client = socket.create_connection((far_line.FAR, server.getsockname()[1]))
 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 other = socket.create_connection((far_line.FAR, server.getsockname()[1]))
