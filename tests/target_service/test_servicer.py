@@ -332,7 +332,7 @@ async def test_while_loading_calls_are_refused(serve):
         with pytest.raises(errors.Unavailable, match="still loading"):
             await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
         # gRPC loses the reason where it ends a stream to which the client is writing.
-        with pytest.raises(errors.Unavailable, match="still loading|connection to the server was lost"):
+        with pytest.raises(errors.Unavailable, match=r"still loading|connection to the server was lost"):
             async with Client(stub, make_spec(make_prompt(0))) as client:
                 await client.open()
 
