@@ -52,8 +52,8 @@ MAX_GATHER_S: Final = 0.2
 #: windows). The 99th percentile of the time between two messages rises from 6.7 to 10.7 ms. With 16 ms right
 #: predictions, of which the gateway hears later, are up to 1.4 times slower.
 MIN_GATHER_S: Final = 0.008
-#: The same for rounds of a draft that the target asks, in which the gateway proposes nothing. With 8 ms they take 1.5
-#: to 1.7 times the CPU time of the gateway, and are 1.04 to 1.17 times as long (bundled pair, one session, two cores).
+#: The same for rounds of a draft that the target asks, in which the gateway proposes nothing. With 8 ms they take 1.4
+#: to 1.7 times the CPU time of the gateway, and 1.08 times as long (bundled pair, one session, two cores; six pairs).
 MIN_ROUNDS_GATHER_S: Final = 0.016
 #: Drafts whose trip times are kept: a target has few, but replicas come and go.
 MAX_TRIP_TIMES: Final = 64

@@ -67,6 +67,8 @@ class RoundTimes:
         self._round_cost: float = FIRST_ROUND if nearest is None else nearest._round_cost
         #: Time of sessions that may draft since both modes were compared; in this trial that and their tokens.
         self._since_ns = self._tried_ns = self._num_tried = 0
+        #: Whether the draft streams chains.
+        self.streams = False
         #: The latest trial, while sessions change back.
         self._ended: Mode | None = None
         #: Session time in the latest trial in which sessions took part, and that of the pauses before and after it.
@@ -194,6 +196,8 @@ class RoundTimes:
         """
         other = Mode.PLAIN if trial is Mode.SPECULATIVE else Mode.SPECULATIVE
         speed = self._speeds.get(other, 0.0)
+        if self.streams and trial is Mode.PLAIN:
+            return self._tried_ns  # streams come back a trip later
         return self._tried_ns - self._num_tried / speed if speed else 0.0
 
     def _clear(self) -> None:

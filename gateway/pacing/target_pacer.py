@@ -116,6 +116,7 @@ class DrafterPacer:
         trial = times.trial
         if trial is not None and may_draft:
             stats.trial_s += cycle_ns / max(self.num_sessions, 1) / 1e9
+        times.streams = self.streams
         if times.record(
             self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft, num_verdicts=num_verdicts
         ):

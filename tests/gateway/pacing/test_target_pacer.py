@@ -47,11 +47,11 @@ def world(kind: str, rate: float, sessions: int, **changes) -> World:
     return replace(of, **changes)
 
 
-def throughput(policy, of, num_steps=0):
+def throughput(policy, of, num_steps=0, seed=0):
     """Tokens per second over the time of so many plain steps, by default 3000 of one session and fewer of many, after
     half of that to learn.
     """
-    simulation, sessions = Simulation(of, policy), of.load(0.0)
+    simulation, sessions = Simulation(of, policy, seed), of.load(0.0)
     step_s = of.step(sessions, sessions) / 1000.0
     num_steps = num_steps or max(4000 // sessions, 1200 if sessions <= 8 else 400)
     simulation.run(num_steps * step_s / 2.0)
@@ -111,7 +111,8 @@ def test_copies_of_many_tokens_gain_at_every_load(sessions):
     of = sequence(lambda *_: 0.95, sessions)
     best = throughput(fixed(16), of)
     assert best > 1.1 * throughput(plain, of)  # one session 2.62 to 2.68, eight 1.19 to 1.21
-    assert throughput(adaptive, of) > 0.87 * best  # 0.882 to 0.994
+    # When a trial falls is luck: of nine seeds one has 0.85 to 0.99, all 0.91.
+    assert sum(throughput(adaptive, of, seed=seed) for seed in range(3)) > 0.9 * 3 * best
 
 
 def test_one_odd_request_is_forgotten_at_once():
@@ -416,7 +417,7 @@ def test_beside_streams_no_text_is_judged_alone():
         ks.append(paces[0].k)
         trials.append(times.trial is Mode.PLAIN)
     assert ks[1000:].count(4) > 1900
-    assert 0 < sum(trials[1000:]) < 80
+    assert 0 < sum(trials[1000:]) < 60
     assert pacer.drafter_pacer().speedups(TextAcceptance(), 4)[4] == pytest.approx(1.4, abs=0.1)
 
 
