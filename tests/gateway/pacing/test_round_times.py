@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.pacing.round_times import LEAST_GAINS, TOKEN, TRIAL_WINDOWS, WINDOW_NS, RoundTimes
+from gateway.pacing.round_times import RECENT, TOKEN, TRIAL_WINDOWS, WINDOW_NS, RoundTimes
 from gateway.pacing.stats import Mode
 
 MS = 1_000_000
@@ -150,7 +150,7 @@ def test_drafting_that_is_slower_than_plain_decoding_ends_until_the_next_trial(s
         windows_until_trial(times)
     half_lost(times)
     assert times.pays, "a trial alone does not tell: each text drafts as much as is best for it"
-    for _ in range(LEAST_GAINS):
+    for _ in range(RECENT):
         assert times.pays
         record(times, 5.0, window_ms=30 * sessions, num_asked=4, num_tokens=2, sessions=sessions)  # fast enough
         record(times, 3.5, window_ms=21 * sessions, sessions=sessions)  # but these are held up by them
