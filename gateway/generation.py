@@ -30,7 +30,7 @@ from gateway.requests.call_trace import SampleTrace, trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.limits import body_limit, check_request
 from gateway.requests.preparation import Preparation
-from gateway.requests.prompt import encode_prompt, read_prediction
+from gateway.requests.prompt import check_prediction, encode_prediction, encode_prompt, read_prediction
 from gateway.requests.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.samples import SampleAssembler
 from gateway.telemetry.load_collector import LoadCollector
@@ -43,6 +43,7 @@ from gateway.text.tokenizer import TextTokenizer
 from gateway.workers.pool import WorkerPool
 from gateway.workers.threads import FairThreads
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable, quote
+from specdec.lookup.prediction import PredictionLookup
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
 from specdec.structured_outputs import asked_by
@@ -306,27 +307,41 @@ class Generation:
         encode = partial(encode_prompt, self.text, text, self.router.model(), add_special_tokens=add_special_tokens)
         return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
 
-    async def _prediction_of(self, given: str | Sequence[int], attachment: Attachment | None) -> Sequence[int]:
+    async def _prediction_of(
+        self, given: str | Sequence[int], attachment: Attachment | None
+    ) -> PredictionLookup | None:
         """A request's own prediction, or that of its attachment: it is tokenized once, what the context cannot hold is
         left out, and it refuses no request.
         """
         text = given or (attachment.prediction if attachment is not None else "")
-        if not text or not isinstance(text, str):
-            return text or ()
+        if not text or isinstance(text, PredictionLookup):
+            return text or None
+        if not isinstance(text, str):
+            token_ids = text
+            return PredictionLookup(lambda: token_ids)
         if not given:
             text = text[: self.settings.max_characters_per_token * self.router.model().max_model_len]
-        raw = text.encode()
         try:
-            with self.buffers.request(current_caller().client) as buffer:
-                buffer.add(len(raw))
-                prediction = await self.read(read_prediction, raw, buffer, has_chat=False)
+            prediction = await self._read_prediction(text)
         except (Overloaded, InvalidRequest):
             if given:
                 raise
-            return ()
+            return None
         if attachment is not None and not given:
-            attachment.tokenized(text, prediction)
+            attachment.keep(text, prediction)
         return prediction
+
+    async def _read_prediction(self, text: str) -> PredictionLookup:
+        """A small prediction is tokenized when it is needed, a large one by a worker before."""
+        model = self.router.model()
+        check_prediction(self.text, text, model)
+        raw = text.encode()
+        if len(raw) <= SMALL_REQUEST:
+            return PredictionLookup(partial(encode_prediction, self.text, text, model))
+        with self.buffers.request(current_caller().client) as buffer:
+            buffer.add(len(raw))
+            token_ids = await self.read(read_prediction, raw, buffer, has_chat=False)
+        return PredictionLookup(lambda: token_ids)
 
     async def read(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, NoReturn
@@ -20,6 +20,7 @@ from gateway.access.usage import Clients
 from gateway.placement.routing import Replica, Router
 from specdec.backends import DraftBackend
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable, quote
+from specdec.lookup.prediction import PredictionLookup
 from specdec.rpc.channel import MAX_PREDICTION_BYTES
 from specdec.types import ModelInfo, ServerLoad, SessionSpec, Verdict
 from specdec.v1 import draft_service_pb2 as pb
@@ -69,8 +70,8 @@ class Attachment:
         self._answers: dict[int, Callable[[pb.RelayedResponse], None]] = {}
         self._num_opened = 0
         self._is_over = False
-        #: What its requests are expected to answer, as text, or as token ids once a request has needed them.
-        self.prediction: str | Sequence[int] = ""
+        #: What its requests are expected to answer, as text, or ready once a request has needed it.
+        self.prediction: str | PredictionLookup = ""
 
     @property
     def brings_draft(self) -> bool:
@@ -114,10 +115,10 @@ class Attachment:
         elif answer := self._answers.get(message.relayed.session):
             answer(_checked(message.relayed))
 
-    def tokenized(self, text: str, token_ids: Sequence[int]) -> None:
-        """Keep the token ids of the prediction, if it still begins with ``text``."""
+    def keep(self, text: str, prediction: PredictionLookup) -> None:
+        """Keep the prediction that was made of ``text``, if it still begins with that."""
         if isinstance(self.prediction, str) and self.prediction.startswith(text):
-            self.prediction = token_ids
+            self.prediction = prediction
 
     def close(self) -> None:
         """The call is over, and with it every session."""

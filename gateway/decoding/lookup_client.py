@@ -8,7 +8,6 @@ from typing import Final
 
 from gateway.decoding.request import RequestState
 from specdec.lookup.base import AnyLookup, LookupText, Match
-from specdec.lookup.prediction import PredictionLookup
 
 #: Tokens ingested at once: less than a millisecond. Other tasks run before the next ones.
 MAX_TOKENS_AT_ONCE: Final = 256
@@ -24,7 +23,7 @@ class LookupClient:
         #: With the tokens of a draft at most.
         self._lookups: Sequence[tuple[AnyLookup, int]] = ()
         if request.num_speculative_tokens:
-            own = [(PredictionLookup(request.prediction), request.num_predicted_tokens)] if request.prediction else []
+            own = [(request.prediction, request.num_predicted_tokens)] if request.prediction else []
             self._lookups = [*own, *((lookup, request.max_looked_up_tokens) for lookup in lookups)]
         self._texts: list[LookupText] = []
         self._task: asyncio.Task[None] | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.access.caller import Caller
 from gateway.decoding.drafters import Drafters
 from gateway.placement.routing import Router
+from specdec.lookup.prediction import PredictionLookup
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.tracing.headers import TraceHeaders
@@ -33,8 +33,8 @@ class DecodingRequest:
     attached: Router | None = None
     #: Tokens that lookups draft in a round at most; None: as many.
     num_looked_up_tokens: int | None = None
-    #: What the client expects the text to be; empty: nothing.
-    prediction: Sequence[int] = ()
+    #: What the client expects the text to be; None: nothing.
+    prediction: PredictionLookup | None = None
     #: Tokens of the prediction that are drafted in a round at most.
     num_predicted_tokens: int = 0
     #: Name of the conversation, which decides on target and draft; None: it has none.

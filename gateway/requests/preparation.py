@@ -19,6 +19,7 @@ from gateway.requests.types import GenerationRequest
 from gateway.text.tokenizer import TextTokenizer
 from specdec.codec import SharedTokenIds
 from specdec.errors import ContextLengthExceeded, InvalidRequest, quote
+from specdec.lookup.prediction import PredictionLookup
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.rules import SEEDED_RULE, Rule
 from specdec.settings import GatewaySettings
@@ -49,14 +50,14 @@ class Preparation:
         self,
         request: GenerationRequest,
         prompt: Sequence[int],
-        prediction: Sequence[int],
+        prediction: PredictionLookup | None,
         model: ModelInfo,
         *,
         deadline: float | None,
         attached: Router | None = None,
     ) -> list[DecodingRequest]:
-        """One decoding request per sample. ``prediction``: that of the request as token ids; ``attached``: with the
-        draft that its client brings, which drafts where there is no prediction.
+        """One decoding request per sample. ``prediction``: that of the request; ``attached``: with the draft that its
+        client brings, which drafts where there is no prediction.
 
         Raises:
             InvalidRequest: a value is impossible for this model.
@@ -77,7 +78,7 @@ class Preparation:
             most = min(most, request.num_speculative_tokens)
         k = min(most, method.num_speculative_tokens)
         if not self._may_predict(request, rule, k):
-            prediction = ()
+            prediction = None
         if prediction:
             attached = None
         # Below the name of the caller's key, which has no slash.

@@ -8,6 +8,8 @@ from typing import Final
 
 from gateway.requests.limits import check_length, check_text
 from gateway.text.processor import TextProcessor
+from gateway.text.tokenizer import encodable
+from specdec.errors import InvalidRequest
 from specdec.types import ModelInfo
 
 #: Of a text with more characters than this per token of the context, the beginning is tokenized first.
@@ -43,8 +45,16 @@ def encode_prediction(processor: TextProcessor, text: str, model: ModelInfo) -> 
     """
     if not text:
         return []
-    check_text(text, processor.settings, model, param="prediction")
+    check_prediction(processor, text, model)
     return processor.encode(text, add_special_tokens=False)[: model.max_model_len]
+
+
+def check_prediction(processor: TextProcessor, text: str, model: ModelInfo) -> None:
+    """Raise what :func:`encode_prediction` does."""
+    processor.require_tokenizer("prediction")
+    check_text(text, processor.settings, model, param="prediction")
+    if not encodable(text):
+        raise InvalidRequest("prediction holds half a surrogate pair, which is no character", param="prediction")
 
 
 def read_prediction(processor: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> Sequence[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Final
 
 from specdec.lookup.base import Lookup, Match
@@ -32,11 +33,9 @@ class PredictedText:
     tokens of text, eight at a time), those of 2,000 tokens five times.
     """
 
-    def __init__(self, prediction: Sequence[int], characters: str, spec: SessionSpec) -> None:
-        """``characters``: the prediction, each token the character of that number."""
+    def __init__(self, prediction: PredictionLookup, spec: SessionSpec) -> None:
         self.token_ids = list(spec.token_ids)
         self._prediction = prediction
-        self._characters = characters
         self._first = spec.prompt_len
         self._num_read = spec.prompt_len
         #: The token of the prediction that is expected next, and how many before it were as expected.
@@ -63,7 +62,8 @@ class PredictedText:
 
     def _follow(self, token_id: int) -> None:
         """Continue by one token of the text."""
-        if self.at < len(self._prediction) and self._prediction[self.at] == token_id:
+        predicted = self._prediction.token_ids
+        if self.at < len(predicted) and predicted[self.at] == token_id:
             self.at, self.run = self.at + 1, min(self.run + 1, LONGEST_RUN)
             return
         if self.run > 1:  # a single token may have been found in the wrong place
@@ -76,8 +76,9 @@ class PredictedText:
         if self._num_read - self._first < RUN:
             return None
         last = "".join(map(chr, self.token_ids[self._num_read - RUN : self._num_read]))
-        before = self._characters.rfind(last, 0, max(0, self._left_at - 1))
-        after = self._characters.find(last, max(0, self._left_at - RUN))
+        characters = self._prediction.characters
+        before = characters.rfind(last, 0, max(0, self._left_at - 1))
+        after = characters.find(last, max(0, self._left_at - RUN))
         places = [place + RUN for place in (before, after) if place >= 0]
         return (min(places, key=lambda place: abs(place - self._left_at)), RUN) if places else None
 
@@ -85,17 +86,28 @@ class PredictedText:
         """Where it comes soon after the place where the text left the prediction, else as if it stood in place of the
         token that was expected.
         """
-        place = self._characters.find(chr(token_id), self._left_at, self._left_at + NEAR)
+        place = self._prediction.characters.find(chr(token_id), self._left_at, self._left_at + NEAR)
         return (place + 1, 1) if place >= 0 else (self.at + 1, 0)
 
 
 class PredictionLookup(Lookup[PredictedText]):
     """The lookup of one request, by its prediction."""
 
-    def __init__(self, prediction: Sequence[int]) -> None:
-        self._prediction = prediction
-        # Characters have numbers up to 1,114,111: more than vocabularies have tokens.
-        self._characters = array("I", prediction).tobytes().decode(_UTF32, "surrogatepass")
+    def __init__(self, tokenize: Callable[[], Sequence[int]]) -> None:
+        """``tokenize``: the prediction's token ids. It is called when a token of a text is first looked up: where
+        lookups do not pay, a request has none.
+        """
+        self._tokenize = tokenize
+
+    @cached_property
+    def token_ids(self) -> Sequence[int]:
+        """The prediction."""
+        return self._tokenize()
+
+    @cached_property
+    def characters(self) -> str:
+        """The prediction, each token the character of that number: they go up to 1,114,111, vocabularies do not."""
+        return array("I", self.token_ids).tobytes().decode(_UTF32, "surrogatepass")
 
     @property
     def long_match(self) -> int:
@@ -104,9 +116,9 @@ class PredictionLookup(Lookup[PredictedText]):
 
     def open(self, spec: SessionSpec) -> PredictedText:
         """A text with everything pending."""
-        return PredictedText(self._prediction, self._characters, spec)
+        return PredictedText(self, spec)
 
     def look_up(self, text: PredictedText, num_tokens: int) -> Match:
         """The tokens that are expected next; none before the first token."""
         count = min(num_tokens, FEW + 2 * text.run)
-        return Match(tuple(self._prediction[text.at : text.at + count]), text.run, is_predicted=True)
+        return Match(tuple(self.token_ids[text.at : text.at + count]), text.run, is_predicted=True)

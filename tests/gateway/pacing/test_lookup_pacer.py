@@ -259,7 +259,7 @@ def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
     """
     pacer = LookupPacer()
     steps(pacer, 1, row_ms=row_ms)
-    pace, lookup = LookupPace(pacer, is_predicted=True), PredictionLookup(prediction)
+    pace, lookup = LookupPace(pacer, is_predicted=True), PredictionLookup(lambda: prediction)
     state = lookup.open(SessionSpec(session_id="s", token_ids=(1,), prompt_len=1, params=SamplingParams()))
     at, num_rejected, spent_ms, token_ms = 0, 0, 0.0, 1.0 + row_ms
     while at < len(text):

@@ -4,6 +4,8 @@ import pytest
 
 from gateway.generation import Generation
 from gateway.requests.types import GenerationRequest
+from gateway.text.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rules import Rule
@@ -15,6 +17,7 @@ from tests.gateway.conftest import router_of
 from tests.gateway.rest.test_rest import body_of, chat_of, post
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+GREEDY_TWICE = SamplingParams(temperature=0.0, max_tokens=20, n=2)
 
 
 @pytest.fixture
@@ -68,6 +71,21 @@ async def test_where_a_prediction_is_drafted(alone, tokenizer, script, given, is
     """Under a ratio rule the answer of an earlier request with the same seed is no draft for this one."""
     _, speculation = await generate(alone, tokenizer.decode(script.expect(2, 60, 3)), **given)
     assert bool(speculation.num_spec_steps) == is_used
+
+
+@pytest.mark.parametrize(("given", "num_times"), [({"num_speculative_tokens": 0}, 0), ({"params": GREEDY_TWICE}, 1)])
+async def test_a_prediction_is_tokenized_once_where_it_is_looked_up(alone, monkeypatch, given, num_times):
+    texts = []
+    encode = TextTokenizer.encode
+    monkeypatch.setattr(TextTokenizer, "encode", lambda self, text, **how: texts.append(text) or encode(self, text, **how))
+    await generate(alone, "nothing like it", **given)
+    assert texts == ["nothing like it"] * num_times
+
+
+async def test_half_a_surrogate_pair_is_refused_at_once(alone):
+    with pytest.raises(InvalidRequest, match="half a surrogate pair") as error:
+        await generate(alone, "\ud800", num_speculative_tokens=0)
+    assert error.value.param == "prediction"
 
 
 async def test_over_rest(stand):

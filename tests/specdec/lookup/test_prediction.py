@@ -11,7 +11,7 @@ PREDICTION = list(range(100, 200))
 
 def follow(output, prediction=PREDICTION, at_once=1000):
     """A text after this output."""
-    lookup = PredictionLookup(prediction)
+    lookup = PredictionLookup(lambda: prediction)
     text = lookup.open(SessionSpec(session_id="s", epoch=1, token_ids=(1, 2), prompt_len=2, params=SamplingParams()))
     for token in output:
         text.replace(len(text.token_ids), [token])
@@ -55,7 +55,7 @@ def test_tokens_whose_numbers_are_no_characters(first):
 
 def test_tokens_that_were_committed_together_are_read_like_those_that_came_one_by_one():
     edited = [*PREDICTION[:20], *range(500, 530), *PREDICTION[40:60]]
-    lookup = PredictionLookup(PREDICTION)
+    lookup = PredictionLookup(lambda: PREDICTION)
     text = lookup.open(SessionSpec(session_id="s", epoch=1, token_ids=(1,), prompt_len=1, params=SamplingParams()))
     text.replace(1, edited)
     text.ingest(text.num_pending)
@@ -64,7 +64,7 @@ def test_tokens_that_were_committed_together_are_read_like_those_that_came_one_b
 
 
 def test_an_output_that_is_replaced_is_read_again():
-    lookup = PredictionLookup(PREDICTION)
+    lookup = PredictionLookup(lambda: PREDICTION)
     text = lookup.open(SessionSpec(session_id="s", epoch=1, token_ids=(1,), prompt_len=1, params=SamplingParams()))
     text.replace(1, [100, 101, 5])
     text.ingest(text.num_pending)
