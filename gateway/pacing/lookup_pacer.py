@@ -31,6 +31,10 @@ class LookupPacer:
         #: Open sessions, those that look nothing up included; and their load, of which prices depend.
         self.num_sessions = self.load = 0
         self._methods: dict[tuple[str, ...], MethodPacer] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Steps take another time than before."""
         self._cost = StepCost()
         self._step = RoundTimings()
 
@@ -101,7 +105,7 @@ class LookupPace:
         """
         self._pacer = pacer.method(("prediction", *methods) if is_predicted else methods)
         self._is_fixed = is_fixed
-        self._acceptance = MatchAcceptance(None if is_predicted else self._pacer.acceptance)
+        self._acceptance = MatchAcceptance(None if is_predicted else self._pacer.acceptance, is_predicted=is_predicted)
         #: The latest match while all that followed was right, and how many tokens that were.
         self._match: Match | None = None
         self._num_right = 0
@@ -175,7 +179,8 @@ class LookupPace:
         if is_plain and last_ns is not None and window == (times, times.number):
             cycle_ns = now_ns - last_ns
             num_sessions, num_rounds = self._pacer.num_sessions, self._num_rounds
-            times.record(num_sessions, cycle_ns, num_tokens, num_rounds, self._saved, num_verdicts=num_verdicts)
+            if times.record(num_sessions, cycle_ns, num_tokens, num_rounds, self._saved, num_verdicts=num_verdicts):
+                self._pacer.target.forget()
         self._is_plain = is_plain
         self._last_ns, self._window = now_ns if is_plain else None, (times, times.number)
         self._num_rounds, self._saved = 0, 0.0

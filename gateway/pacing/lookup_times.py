@@ -21,11 +21,16 @@ MEMORY: Final = 16
 #: place of a token of multi-step decode, and the target is one token ahead of the message.
 FIRST_PRICE: Final = 1.0
 FIRST_WEIGHT: Final = 4.0
+#: Share of the verdicts in a window that must be rounds to tell their price: with fewer it is mostly what tokenizing
+#: and looking up take, whether or not anything is drafted. It came to several tokens a round, so right predictions
+#: after wrong ones were not tried (embedded, 32 sessions).
+LEAST_ROUNDS: Final = 0.1
 #: A window that took longer than so many times the time of plain tokens counts as that: a stall is no price.
 STALL: Final = 3.0
 #: Windows with lookups that tell what lookups bring at the moment: texts change.
 RECENT: Final = 4
-#: Where plain tokens take so many times as long as before, or as short, what rounds cost before is forgotten.
+#: Where plain tokens take so many times as long as before, or as short, what rounds cost before is forgotten. Where a
+#: window of few rounds shows that they are faster, they are measured next.
 CHANGE: Final = 1.4
 #: Share of the time that windows may lose which are of the slower kind, with or without lookups.
 ALLOWED_LOSS: Final = 0.01
@@ -54,9 +59,10 @@ class LookupTimes:
 
     def record(
         self, num_sessions: int, cycle_ns: int, num_tokens: int, num_rounds: int, saved: float, *, num_verdicts: int = 1
-    ) -> None:
+    ) -> bool:
         """One of ``num_sessions`` got verdicts with ``num_tokens`` in ``cycle_ns``; meanwhile it asked for
-        ``num_rounds`` rounds that were expected to save so many plain tokens, less the price of their rows.
+        ``num_rounds`` rounds that were expected to save so many plain tokens, less the price of their rows. Return
+        whether the machine has become faster or slower.
         """
         self._ns += cycle_ns
         self._num_verdicts += num_verdicts
@@ -65,27 +71,36 @@ class LookupTimes:
         self._saved += saved
         least_ns = WINDOW_NS if self.plain_ns else 0
         if self._ns >= least_ns * num_sessions and self._num_verdicts >= 2 * WINDOW_VERDICTS * num_sessions:
-            self._close()
+            return self._close()
+        return False
 
-    def _close(self) -> None:
+    def _close(self) -> bool:
+        has_changed = False
         if self.is_off:
             if self._num_tokens and self._ns:
                 before_ns = self.plain_ns
                 self._plain.append(self._ns / self._num_tokens)
                 self.plain_ns = median(self._plain)
-                if not before_ns / CHANGE < self.plain_ns < before_ns * CHANGE:
+                has_changed = not before_ns / CHANGE < self.plain_ns < before_ns * CHANGE
+                if has_changed:
                     self._excess.clear()
                     self._gains.clear()
                     self.price = FIRST_PRICE
         else:
             spent = min(self._ns / self.plain_ns, STALL * self._num_tokens)
-            self._excess.append((spent - (self._num_tokens - self._saved), self._num_rounds))
+            expected = self._num_tokens - self._saved
+            tells = self._num_rounds >= LEAST_ROUNDS * self._num_verdicts
+            if not tells and CHANGE * spent < expected:  # plain tokens have become faster
+                self._plain.clear()
+                self._num_left = 0
+            self._excess.append((spent - expected, self._num_rounds) if tells else (0.0, 0))
             self._gains.append(self._num_tokens / spent - 1.0)
-            excess = sum(tokens for tokens, count in self._excess if count) + FIRST_WEIGHT * FIRST_PRICE
+            excess = sum(tokens for tokens, _ in self._excess) + FIRST_WEIGHT * FIRST_PRICE
             self.price = max(0.0, excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT))
         self._choose_next()
         self.number += 1
         self._clear()
+        return has_changed
 
     def _choose_next(self) -> None:
         """Choose the kind of the next window: the more the slower kind loses, the fewer windows are of it."""

@@ -27,9 +27,12 @@ class _Rates:
 class MatchAcceptance:
     """Acceptance rates learned from what was committed after matches, whether or not it had been drafted."""
 
-    def __init__(self, prior: Self | None = None) -> None:
-        """``prior``: what is known of other texts; it learns what is observed here."""
+    def __init__(self, prior: Self | None = None, *, is_predicted: bool = False) -> None:
+        """``prior``: what is known of other texts; it learns what is observed here. ``is_predicted``: the tokens of a
+        match were predicted like those that follow it.
+        """
         self._prior = prior
+        self._is_predicted = is_predicted
         #: By the number of bits of the length: matches within a factor of two count as alike.
         self._rates: defaultdict[int, _Rates] = defaultdict(_Rates)
 
@@ -52,8 +55,13 @@ class MatchAcceptance:
         """Of the first token after such a match, and of each further one after a right one.
 
         Without a prior matches are assumed to be as right as shorter ones: what is wrong is not tried at every length.
+        What was never seen in a prediction is as likely as after so many right ones (Laplace's rule of succession), for
+        windows with lookups may be too short to learn it: right predictions after wrong ones were found late or never.
         """
-        bits, first, following = length.bit_length(), FIRST_GUESS, FIRST_GUESS
+        bits, first = length.bit_length(), FIRST_GUESS
+        if self._is_predicted:
+            first = (length + 1) / (length + 2)
+        following = first
         if self._prior is not None:
             first, following = self._prior.rates(length)
         for known in (bits,) if self._prior is not None else range(bits + 1):

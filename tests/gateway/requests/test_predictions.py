@@ -75,11 +75,10 @@ async def test_where_a_prediction_is_drafted(alone, tokenizer, script, given, is
 
 @pytest.mark.parametrize(("given", "num_times"), [({"num_speculative_tokens": 0}, 0), ({"params": GREEDY_TWICE}, 1)])
 async def test_a_prediction_is_tokenized_once_where_it_is_looked_up(alone, monkeypatch, given, num_times):
-    texts = []
-    encode = TextTokenizer.encode
-    monkeypatch.setattr(TextTokenizer, "encode", lambda self, text, **how: texts.append(text) or encode(self, text, **how))
+    texts, encode = [], TextTokenizer.encode
+    monkeypatch.setattr(TextTokenizer, "encode", lambda self, text, **_: texts.append(text) or encode(self, text))
     await generate(alone, "nothing like it", **given)
-    assert texts == ["nothing like it"] * num_times
+    assert texts == num_times * ["nothing like it"]
 
 
 async def test_half_a_surrogate_pair_is_refused_at_once(alone):
