@@ -449,19 +449,15 @@ async def _chunks(
     decoding: Decoding, assembler: SampleAssembler, trace: SampleTrace | None
 ) -> AsyncGenerator[GenerationChunk, None]:
     """The chunks of a sample; verdicts that came together make one."""
-    held: GenerationChunk | None = None
     async with aclosing(decoding.verdicts()) as verdicts:
         try:
             async for verdict in verdicts:
-                if held is None or not isinstance(verdict, Interruption):
-                    if trace is not None:
-                        trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
-                    chunk = assembler.feed(verdict)
-                    held = chunk if held is None else held.joined(chunk)
-                if not verdict.is_followed or held.final is not None:
-                    chunk, held = held, None
-                    yield chunk
+                if trace is not None and not isinstance(verdict, Interruption):
+                    trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
+                assembler.feed(verdict)
+                if not verdict.is_followed or assembler.is_over:
+                    yield assembler.take()
         except Exception:
-            if held is not None:
-                yield held  # what should have followed was lost
+            if assembler.holds_tokens:
+                yield assembler.take()  # what should have followed was lost
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from gateway.decoding.loop import Decoding
 from gateway.decoding.round import Origin
@@ -22,6 +23,16 @@ from gateway.text.stop_strings import StopFinder, Stopped, StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from specdec.params import SamplingParams
 from specdec.types import FinishReason, Verdict
+
+
+@dataclass(slots=True)
+class _Held:
+    """Of tokens that no chunk has: their texts, to which that of the end is added."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_metrics: list[TokenMetrics] = field(default_factory=list)
 
 
 class SampleAssembler:
@@ -65,6 +76,9 @@ class SampleAssembler:
         self._num_reasoning_tokens = 0
         self._num_characters = 0
         self._stop: str | None = None
+        self._held = _Held()
+        #: The verdict with which the text ended.
+        self._last: Verdict | None = None
         self._prompt_reported = index > 0
 
     @property
@@ -78,42 +92,59 @@ class SampleAssembler:
             self._num_reasoning_tokens,
         )
 
-    def feed(self, verdict: Verdict) -> GenerationChunk:
-        """The chunk of a verdict. Where a stop string ends the text, the tokens after it are dropped."""
-        text: list[str] = []  # of each token
-        logprobs: list[TokenLogprobs] = []
+    def feed(self, verdict: Verdict) -> None:
+        """Take up the tokens of a verdict. Where a stop string ends the text, the tokens after it are dropped."""
+        held, num_used = self._held, 0
+        first = len(held.text)
         for position, token_id in enumerate(verdict.token_ids):
             self._num_tokens += 1
+            num_used += 1
             if verdict.logprobs:
-                logprobs.append(TokenLogprobs(verdict.logprobs[position], self._num_characters))
-            is_last = position == len(verdict.token_ids) - 1
+                held.logprobs.append(TokenLogprobs(verdict.logprobs[position], self._num_characters))
+            is_last = num_used == len(verdict.token_ids)
             ends = is_last and verdict.finish_reason is FinishReason.STOP and verdict.stop_token_id == token_id
             has_text = self._detokenizer is not None and (not ends or self._params.include_stop_str_in_output)
-            text.append(self._give_out(self._detokenizer.feed(token_id)) if has_text and self._detokenizer else "")
+            held.text.append(self._give_out(self._detokenizer.feed(token_id)) if has_text and self._detokenizer else "")
             if self._stop is not None:
                 break
-        used = verdict.token_ids if self._stop is None else verdict.token_ids[: position + 1]
-        is_final = self._stop is not None or verdict.finish_reason is not None
-        if is_final:
-            self._flush(text)
+        held.token_ids += verdict.token_ids[:num_used]
+        if self._stop is not None or verdict.finish_reason is not None:
+            self._last = verdict
+            self._flush(held.text)
+        if self._with_metrics:
+            held.token_metrics += self._metrics(verdict, held.text[first:], num_used)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has ended."""
+        return self._last is not None
+
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether there are tokens for a chunk."""
+        return bool(self._held.token_ids)
+
+    def take(self) -> GenerationChunk:
+        """The chunk of the verdicts since the one before: several that came together make one."""
+        held, self._held, last = self._held, _Held(), self._last
         num_thought = self._num_reasoning_tokens
-        is_cut = self._stop is not None or verdict.finish_reason is not FinishReason.STOP
         message = None
         if self._parser is not None:
-            message = self._read(self._parser, text, len(used))
-            if is_final and self._parser.has_parts:
+            message = self._read(self._parser, held.text, len(held.token_ids))
+            if last is not None and self._parser.has_parts:
+                is_cut = self._stop is not None or last.finish_reason is not FinishReason.STOP
                 message.add(self._parser.finish(is_cut=is_cut))
-        final = self._final(verdict) if is_final else None
+        final = None if last is None else self._final(last)
         prompt, self._prompt_reported = None if self._prompt_reported else self._prompt(), True
         return GenerationChunk(
             request_id=self._request_id,
             index=self._index,
-            text="".join(text),
+            text="".join(held.text),
             message=message,
-            token_ids=used,
+            token_ids=tuple(held.token_ids),
             num_reasoning_tokens=self._num_reasoning_tokens - num_thought,
-            logprobs=tuple(logprobs),
-            token_metrics=self._metrics(verdict, text, len(used)) if self._with_metrics else (),
+            logprobs=tuple(held.logprobs),
+            token_metrics=tuple(held.token_metrics),
             prompt=prompt,
             final=final,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -318,6 +319,11 @@ def encode_verdict(verdict: Verdict, *, packs_logprobs: bool = False) -> target_
     )
 
 
+#: In half the time of a dictionary: there is one of each in every verdict.
+_TIMINGS = attrgetter(*RoundTimings.__dataclass_fields__)
+_DRAFTED = attrgetter(*DraftedRound.__dataclass_fields__)
+
+
 def decode_verdict(message: target_pb.Verdict) -> Verdict:
     """What a round committed."""
     return Verdict(
@@ -329,10 +335,10 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         finish_reason=_read_finish_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         logprobs=decode_logprobs(message.logprobs),
-        timings=RoundTimings(**_values(message.timings, RoundTimings)),
+        timings=RoundTimings(*_TIMINGS(message.timings)),
         hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
         num_multi_step_left=message.num_multi_step_left,
-        drafted=DraftedRound(**_values(message.drafted, DraftedRound)) if message.HasField("drafted") else None,
+        drafted=DraftedRound(*_DRAFTED(message.drafted)) if message.HasField("drafted") else None,
         is_followed=message.is_followed,
         committed_ns=message.committed_ns,
     )

@@ -155,20 +155,6 @@ class GenerationChunk:
         """New text without thoughts and calls, where it is read as a message."""
         return self.text if self.message is None else self.message.content
 
-    def joined(self, following: GenerationChunk) -> GenerationChunk:
-        """This piece and the one that follows it as one."""
-        if self.message is not None and following.message is not None:
-            self.message.add(following.message)
-        return replace(
-            self,
-            text=self.text + following.text,
-            token_ids=self.token_ids + following.token_ids,
-            num_reasoning_tokens=self.num_reasoning_tokens + following.num_reasoning_tokens,
-            logprobs=self.logprobs + following.logprobs,
-            token_metrics=self.token_metrics + following.token_metrics,
-            final=following.final,
-        )
-
     def without_output(self) -> GenerationChunk:
         """The chunk of a request that wanted its prompt only."""
         final = self.final
