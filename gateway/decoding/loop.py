@@ -48,10 +48,10 @@ LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 #: What a refusal names where the request itself cannot be continued: its grammar, or tokens that it forbids.
 PARAMETERS: Final = frozenset(row.name for row in parameters())
 
-#: Plain verdicts that pacing is told of with a later one, at most; and the time they may take, a part of a window. With
+#: Plain verdicts that pacing is told of with a later one, at most; and the time they may take, a window. With
 #: 3, wrong predictions take 2 µs more of the event loop for each token (embedded, 8 sessions).
 MAX_DEFERRED: Final = 7
-MAX_DEFERRED_NS: Final = WINDOW_NS // 4
+MAX_DEFERRED_NS: Final = WINDOW_NS
 
 #: Tokens up to which an answer ends before a draft can help.
 SHORT_ANSWER: Final = 2

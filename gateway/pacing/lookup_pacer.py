@@ -132,7 +132,7 @@ class LookupPace:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no window has ended since this session last recorded."""
+        """Whether no windows of the other kind have begun since this session last recorded."""
         times = self._pacer.times
         return self._window == (times, times.number)
 
@@ -175,7 +175,7 @@ class LookupPace:
         self, times: LookupTimes, num_verdicts: int, num_tokens: int, now_ns: int, *, is_plain: bool
     ) -> None:
         last_ns, window = self._last_ns, self._window
-        # What began in another window belongs to neither.
+        # What began in a window of the other kind belongs to neither.
         if is_plain and last_ns is not None and window == (times, times.number):
             cycle_ns = now_ns - last_ns
             num_sessions, num_rounds = self._pacer.num_sessions, self._num_rounds

@@ -53,7 +53,7 @@ class LookupTimes:
         self.is_off = True
         #: Windows of the present kind until one of the other kind.
         self._num_left = 1
-        #: Counts the windows.
+        #: Counts how often windows of the other kind began.
         self.number = 0
         self._clear()
 
@@ -98,7 +98,6 @@ class LookupTimes:
             excess = sum(tokens for tokens, _ in self._excess) + FIRST_WEIGHT * FIRST_PRICE
             self.price = max(0.0, excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT))
         self._choose_next()
-        self.number += 1
         self._clear()
         return has_changed
 
@@ -112,6 +111,7 @@ class LookupTimes:
         if self._num_left > 0:
             return
         self.is_off = not self.is_off
+        self.number += 1
         gain = sum(self._gains) / max(len(self._gains), 1)
         self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
         if self.is_off:

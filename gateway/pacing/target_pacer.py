@@ -69,6 +69,7 @@ class DrafterPacer:
         #: What is usual in them, and ``num_changes`` when it was.
         self._usual: tuple[int, list[float]] = (-1, [])
         self._times: dict[int, RoundTimes] = {}
+        self._last_times: RoundTimes | None = None
         #: Counts what may change the choice of sessions that decode plainly.
         self.num_changes = 0
         #: What open sessions expect of drafting: the sum of their speeds over plain decoding, and how many they are.
@@ -117,12 +118,14 @@ class DrafterPacer:
         if trial is not None and may_draft:
             stats.trial_s += cycle_ns / max(self.num_sessions, 1) / 1e9
         times.streams = self.streams
-        if times.record(
+        has_changed = times.record(
             self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft, num_verdicts=num_verdicts
-        ):
+        )
+        if trial is not None and times.trial is None:
+            stats.num_trials[trial] += 1
+        if has_changed or times is not self._last_times:
             self.num_changes += 1
-            if trial is not None and times.trial is None:
-                stats.num_trials[trial] += 1
+        self._last_times = times
 
 
 class SessionPace:
