@@ -126,6 +126,25 @@ def test_a_price_that_is_not_paid_any_more_is_forgotten():
     assert times.price == FIRST_PRICE
 
 
+def test_windows_of_few_rounds_tell_no_price():
+    """Tokenizing and looking up make every token slower, whether or not rounds are drafted."""
+    times = LookupTimes()
+    for number in range(20_000):
+        is_round = not times.is_off and number % 50 == 0
+        times.record(1, int((2.0 if times.is_off else 2.4) * MS), 1, int(is_round), 0.0)
+        assert times.price == FIRST_PRICE
+
+
+def test_a_prediction_that_was_right_is_drafted_at_once():
+    """Windows with lookups may be too short to learn that from its matches."""
+    pacer = LookupPacer()
+    steps(pacer, 32, row_ms=0.005)
+    pace = LookupPace(pacer, is_predicted=True)
+    assert pace.num_draft_tokens(Match((5,) * 32, 30), 1.0) > 16
+    assert pace.num_draft_tokens(Match((5,) * 4, 0), 1.0) == 0
+    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 32, 30), 1.0) == 0, "a long match predicts nothing by itself"
+
+
 def test_windows_without_lookups_lose_a_hundredth_of_what_lookups_gain():
     times, num_off = LookupTimes(), 0
     for number in range(20_000):

@@ -12,7 +12,7 @@ WINDOW_MS = WINDOW_NS // MS
 
 
 def record(times, cycle_ms, *, num_asked=0, num_tokens=1, window_ms=WINDOW_MS, sessions=1, may_draft=True):
-    """Cycles of one kind for so long; how many windows they ended."""
+    """Cycles of one kind for so long; how many windows ended that change what sessions choose by."""
     count = -(-window_ms // cycle_ms)
     return sum(
         times.record(sessions, int(cycle_ms * MS), num_tokens, num_asked, may_draft=may_draft)
@@ -199,3 +199,14 @@ def test_trials_may_lose_a_share_of_the_time_of_sessions_that_may_draft():
     assert times.trial is None
     record(times, 2.0, window_ms=4 * WINDOW_MS)
     assert times.trial is Mode.SPECULATIVE
+
+
+def test_windows_that_change_no_choice_are_not_told():
+    times, num_told, num_trials = RoundTimes(), 0, 0
+    for _ in range(50_000):
+        is_round, was_tried = times.trial is Mode.SPECULATIVE, times.trial
+        cycle_ns = 10 * MS if is_round else 2 * MS
+        num_told += times.record(1, cycle_ns, 2 if is_round else 1, 4 * is_round, may_draft=True)
+        num_trials += was_tried is not None and times.trial is None
+    assert num_trials > 5
+    assert 2 * num_trials <= num_told <= 4 * num_trials + 8, "of 2,000 windows"
