@@ -7,7 +7,7 @@ import pytest
 
 from gateway.pacing import lookup_pacer
 from gateway.pacing.lookup_pacer import MAX_PAUSE, LookupPace, LookupPacer
-from gateway.pacing.lookup_times import FIRST_PRICE, LookupTimes
+from gateway.pacing.lookup_times import FIRST_PRICE, RECENT, LookupTimes
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.lookup.prediction import PredictionLookup
@@ -152,6 +152,16 @@ def test_windows_without_lookups_lose_a_hundredth_of_what_lookups_gain():
         is_round = not times.is_off and number % 2 == 0
         times.record(1, 2 * MS, 1 + 8 * is_round, int(is_round), 8.0 * is_round)
     assert 0 < num_off / 20_000 < 0.01
+
+
+def test_lookups_end_soon_where_texts_become_bad():
+    times = LookupTimes()
+    cycles(times, sessions=1, token_ms=2.0, round_ms=0.4)
+    num_cycles = 0
+    while not times.is_off or not num_cycles:
+        assert num_cycles < 2 * RECENT * 25, "twice as many windows as are remembered, of 25 tokens"
+        times.record(1, int(2.8 * MS), 1, 1, 0.0)
+        num_cycles += not times.is_off
 
 
 def test_one_stall_is_no_price():
