@@ -48,8 +48,8 @@ LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 #: What a refusal names where the request itself cannot be continued: its grammar, or tokens that it forbids.
 PARAMETERS: Final = frozenset(row.name for row in parameters())
 
-#: Plain verdicts that pacing is told of with a later one, at most; and the time they may take, a window. With
-#: 3, wrong predictions take 2 µs more of the event loop for each token (embedded, 8 sessions).
+#: Plain verdicts that pacing is told of with a later one, at most; and the time they may take: a window. With 3, wrong
+#: predictions take 2 µs more of the event loop for each token (embedded, 8 sessions).
 MAX_DEFERRED: Final = 7
 MAX_DEFERRED_NS: Final = WINDOW_NS
 
