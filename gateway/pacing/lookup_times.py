@@ -117,8 +117,6 @@ class LookupTimes:
         self.is_off = not self.is_off
         self.number += 1
         self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
-        if self.is_off:
-            self._num_left = min(self._num_left, MEMORY)
 
     def _clear(self) -> None:
         self._ns = self._num_verdicts = self._num_tokens = self._num_rounds = 0
