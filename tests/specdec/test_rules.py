@@ -67,8 +67,8 @@ def test_only_registries_name_rules() -> None:
     root = Path(specdec.__file__).parents[1]
     names = "|".join(rule.name for rule in Rule)
     named = re.compile(rf"\b(Rule\.|VERIFICATION_RULE_)({names})\b")
-    files = [path for package in PACKAGES for path in (root / package).rglob("*.py") if "v1" not in path.parts]
-    assert {str(path.relative_to(root)) for path in files if named.search(path.read_text())} == {
+    files = [path.relative_to(root) for package in PACKAGES for path in (root / package).rglob("*.py")]
+    assert {str(path) for path in files if "v1" not in path.parts and named.search((root / path).read_text())} == {
         "specdec/rules.py",  # the members
         "target_service/verification/rules/registry.py",  # how the target verifies
         "engine/native/sampling_verify.py",  # which of them the kernels know: may be left as it is
