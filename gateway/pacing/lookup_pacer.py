@@ -134,7 +134,7 @@ class LookupPace:
     def is_settled(self) -> bool:
         """Whether no windows of the other kind have begun since this session last recorded."""
         times = self._pacer.times
-        return self._window == (times, times.number)
+        return self._window == (times, times.num_changes)
 
     def record(
         self,
@@ -176,13 +176,13 @@ class LookupPace:
     ) -> None:
         last_ns, window = self._last_ns, self._window
         # What began in a window of the other kind belongs to neither.
-        if is_plain and last_ns is not None and window == (times, times.number):
+        if is_plain and last_ns is not None and window == (times, times.num_changes):
             cycle_ns = now_ns - last_ns
             num_sessions, num_rounds = self._pacer.num_sessions, self._num_rounds
             if times.record(num_sessions, cycle_ns, num_tokens, num_rounds, self._saved, num_verdicts=num_verdicts):
                 self._pacer.target.forget()
         self._is_plain = is_plain
-        self._last_ns, self._window = now_ns if is_plain else None, (times, times.number)
+        self._last_ns, self._window = now_ns if is_plain else None, (times, times.num_changes)
         self._num_rounds, self._saved = 0, 0.0
 
     def looks_up(self) -> bool:

@@ -22,8 +22,8 @@ MEMORY: Final = 16
 FIRST_PRICE: Final = 1.0
 FIRST_WEIGHT: Final = 4.0
 #: Share of the verdicts in a window that must be rounds to tell their price: with fewer it is mostly what tokenizing
-#: and looking up take, whether or not anything is drafted. It came to several tokens a round, so right predictions
-#: after wrong ones were not tried (embedded, 32 sessions).
+#: and looking up take, whether or not anything is drafted. Right predictions after wrong ones (embedded, 32 sessions)
+#: have 1.81, 1.76, 1.72 of plain decoding so, 1.74, 1.52, 1.73 where each window tells it.
 LEAST_ROUNDS: Final = 0.1
 #: A window that took longer than so many times the time of plain tokens counts as that: a stall is no price.
 STALL: Final = 3.0
@@ -54,7 +54,7 @@ class LookupTimes:
         #: Windows of the present kind until one of the other kind.
         self._num_left = 1
         #: Counts how often windows of the other kind began.
-        self.number = 0
+        self.num_changes = 0
         self._clear()
 
     def record(
@@ -115,7 +115,7 @@ class LookupTimes:
         if self._num_left > 0:
             return
         self.is_off = not self.is_off
-        self.number += 1
+        self.num_changes += 1
         self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
 
     def _clear(self) -> None:
