@@ -1,14 +1,15 @@
 """Is a drafter ever slower than plain decoding? A table of ratios.
 
-A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``embedded``: everything in one process), a pair
-of models, a drafter and a number of sessions. On one running server windows of plain decoding and of the drafter
+A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``gateways``: the same with two gateways that take
+turns; ``embedded``: everything in one process), a pair of models, a drafter and a number of sessions. On one running server windows of plain decoding and of the drafter
 alternate (plain, drafter, drafter, plain, …), chosen by request options. Both windows of a pair have the same prompts
 and seeds, so the same texts. Before, the drafter decodes for ``--warm-up`` seconds: the server learns in this time.
 
-Pairs are the bundled one, the same with a poor draft (``fair``: 0.48 of its tokens are right; ``poor``: none is), and
-the bundled target padded to 200 M parameters. ``right`` and ``wrong`` are predictions beside the pair's draft: the text
-that follows, and in turn another text or the text with a wrong word after each word. ``plain`` is the control: plain
-windows against plain windows. Texts are sampled, because greedy texts of the bundled target repeat themselves.
+Pairs are the bundled one, the same with a poor draft (``fair``: 0.48 of its tokens are right; ``poor``: none is) or
+another type of the target's numbers, and the bundled target padded to 200 M parameters. ``right`` and ``wrong`` are
+predictions beside the pair's draft: the text that follows, and in turn another text or the text with a wrong word after
+each word. ``mixed``: requests take the draft and both lookups in turn. ``plain`` is the control: plain windows against
+plain windows. Texts are sampled, because greedy texts of the bundled target repeat themselves.
 
     python -m benchmarks.never_slower --systems serve --drafters ngram --sessions 1,8
 
@@ -28,7 +29,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -43,19 +44,22 @@ if TYPE_CHECKING:
     from tandem.bench.answers import Piece
     from tandem.bench.systems import LocalSystem
 
-SYSTEMS: Final[Mapping[str, str]] = {"serve": "grpc", "embedded": "embedded"}
-#: Target and draft of ``benchmarks.pairs``.
-PAIRS: Final[Mapping[str, tuple[str, str]]] = {
-    "bundled": ("bundled", "good"),
-    "fair": ("bundled", "fair"),
-    "poor": ("bundled", "bad"),
-    "padded": ("padded", "good"),
+SYSTEMS: Final[Mapping[str, str]] = {"serve": "grpc", "gateways": "grpc", "embedded": "embedded"}
+#: Target and draft of ``benchmarks.pairs``, and other settings of the target.
+PAIRS: Final[Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
+    "bundled": ("bundled", "good", {}),
+    "fair": ("bundled", "fair", {}),
+    "poor": ("bundled", "bad", {}),
+    "padded": ("padded", "good", {}),
+    "int8": ("bundled", "good", {"quantization": "int8"}),
+    "bfloat16": ("bundled", "good", {"dtype": "bfloat16"}),
 }
 CONTROL: Final = "plain"
 #: Methods that a request names: no draft takes part, so they are not measured again beside worse drafts.
 LOOKUPS: Final = ("ngram", "suffix")
 PREDICTIONS: Final = ("right", "wrong")
-DRAFTERS: Final = (CONTROL, "draft", *LOOKUPS, *PREDICTIONS)
+MIXED: Final = "mixed"
+DRAFTERS: Final = (CONTROL, "draft", *LOOKUPS, *PREDICTIONS, MIXED)
 SESSIONS: Final = (1, 2, 4, 8, 32)
 _PROMPT_TOKENS: Final = 16
 _NUM_PROMPTS: Final = 256
@@ -114,10 +118,11 @@ class Cell:
 
 
 class Windows:
-    """Requests to one server, plain or with a drafter."""
+    """Requests, plain or with a drafter, to fronts of one target in turn."""
 
-    def __init__(self, system: LocalSystem, prompts: Sequence[Tokens], args: argparse.Namespace) -> None:
-        self._system = system
+    def __init__(self, systems: Iterable[LocalSystem], prompts: Sequence[Tokens], args: argparse.Namespace) -> None:
+        self._systems = cycle(systems)
+        self._methods = cycle(("", *LOOKUPS))
         self._prompts = prompts
         self._args = args
         self._starts = count(0, 31)
@@ -137,7 +142,8 @@ class Windows:
             self._predictions[prompt] = seed, {"right": text, "wrong": wrong}
 
     async def _write(self, prompt: Tokens, seed: int) -> str:
-        async with aclosing(self._system.stream(prompt, self._params(self._args.max_tokens, seed), None, 0)) as pieces:
+        params = self._params(self._args.max_tokens, seed)
+        async with aclosing(next(self._systems).stream(prompt, params, None, 0)) as pieces:
             return "".join([piece.text async for piece in pieces])
 
     def _params(self, max_tokens: int, seed: int) -> SamplingParams:
@@ -163,7 +169,6 @@ class Windows:
         drafter = CONTROL if is_plain else cell.drafter
         prompts = list(self._predictions) if cell.drafter in PREDICTIONS else self._prompts
         first = start % len(prompts)
-        method = drafter if drafter in LOOKUPS else ""
 
         async def ask(prompt: Tokens, length: int) -> AsyncGenerator[Piece, None]:
             known_seed, predictions = self._predictions.get(prompt, (0, {}))
@@ -171,8 +176,10 @@ class Windows:
             params = self._params(length, known_seed if is_predicted else seed)
             prediction = predictions[drafter] if drafter in PREDICTIONS else ""
             k = 0 if drafter == CONTROL else None
+            method = drafter if drafter in LOOKUPS else next(self._methods) if drafter == MIXED else ""
+            system = next(self._systems)
             async with aclosing(
-                self._system.stream(prompt, params, None, k, method=method, prediction=prediction)
+                system.stream(prompt, params, None, k, method=method, prediction=prediction)
             ) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -193,19 +200,20 @@ async def measure(args: argparse.Namespace, tell: Callable[[Cell], None]) -> lis
     """Every cell asked for; ``tell`` hears of each."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
-    from tandem.bench.systems import start_system  # noqa: PLC0415 (gRPC)
+    from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
 
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as scratch:
         for system, name in ((system, name) for system in args.systems for name in args.pairs):
-            target, draft = PAIRS[name]
+            target, draft, options = PAIRS[name]
             drafters = [each for each in args.drafters if draft == "good" or each not in LOOKUPS]
-            deployment = pair(target, draft, args.k, Path(scratch))
+            deployment = pair(target, draft, args.k, Path(scratch), **options)
+            fronts = {str(number): deployment for number in range(2 if system == "gateways" else 1)}
             prompts = pick_prompts(
                 TextTokenizer.load(deployment.target.model.model).encode, _NUM_PROMPTS, _PROMPT_TOKENS
             )
-            async with start_system(SYSTEMS[system], deployment) as running:
-                windows = Windows(running, prompts, args)
+            async with start_systems(SYSTEMS[system], fronts) as running:
+                windows = Windows(running.values(), prompts, args)
                 if set(drafters) & set(PREDICTIONS):
                     await windows.predict()
                 for sessions in args.sessions:
@@ -242,7 +250,7 @@ def parser() -> Parser:
     """The flags."""
     flags = Parser("python -m benchmarks.never_slower", description=__doc__)
     for name, known, default in (
-        ("systems", tuple(SYSTEMS), tuple(SYSTEMS)),
+        ("systems", tuple(SYSTEMS), ("serve", "embedded")),
         ("pairs", tuple(PAIRS), ("bundled", "poor", "padded")),
         ("drafters", (*DRAFTERS, "none"), DRAFTERS),
     ):

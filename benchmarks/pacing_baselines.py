@@ -174,7 +174,8 @@ async def measure(args: argparse.Namespace) -> list[Cell]:
     cells: list[Cell] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        models = pair(*PAIRS[args.pair], NUM_TOKENS, scratch)
+        kind, drafter, options = PAIRS[args.pair]
+        models = pair(kind, drafter, NUM_TOKENS, scratch, **options)
         prompts = pick_prompts(TextTokenizer.load(models.target.model.model).encode, 256, 16)
         target, draft, _ = services_of(models, scratch)
         for each in (target, draft):
@@ -183,7 +184,7 @@ async def measure(args: argparse.Namespace) -> list[Cell]:
         for policy in POLICIES:
             flags = ("--targets", target.address, "--drafts", draft.address, "--port", "0", "--grpc-port", "0")
             gateway = stack.enter_context(service("benchmarks.pacing_baselines", "serve", policy, *flags))
-            windows[policy] = Windows(GrpcSystem(open_channel(gateway.grpc_address)), prompts, args)
+            windows[policy] = Windows([GrpcSystem(open_channel(gateway.grpc_address))], prompts, args)
         for sessions in args.sessions:
             row = {name: Cell(system=name, pair=args.pair, drafter="draft", sessions=sessions) for name in windows}
             for policy, own in windows.items():

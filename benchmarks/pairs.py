@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from specdec.settings import ModelSettings, SpeculativeSettings
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
@@ -15,8 +15,10 @@ DRAFTS: Final = ("good", "fair", "bad")
 PADDED_SIZE: Final = 200_000_000
 
 
-def pair(target: str, draft: str, k: int, scratch: Path, *, dtype: str = "float32") -> Deployment:
-    """Services for a target of ``TARGETS`` and a draft of ``DRAFTS``; worse drafts are written under ``scratch``."""
+def pair(target: str, draft: str, k: int, scratch: Path, **options: Any) -> Deployment:
+    """Services for a target of ``TARGETS`` and a draft of ``DRAFTS``; worse drafts are written under ``scratch``.
+    ``options``: other settings of the target.
+    """
     from benchmarks.degraded_drafts import DEGRADED, degrade_checkpoint  # noqa: PLC0415 (torch)
     from tandem.padding import pad_checkpoint  # noqa: PLC0415 (torch)
 
@@ -29,4 +31,4 @@ def pair(target: str, draft: str, k: int, scratch: Path, *, dtype: str = "float3
     if target == "padded":
         target_folder = pad_checkpoint(target_folder, PADDED_SIZE)
     choice = choose_models(target_folder, SpeculativeSettings(model=str(draft_folder), num_speculative_tokens=k))
-    return make_deployment(choice, ModelSettings(model=choice.target, dtype=dtype))
+    return make_deployment(choice, ModelSettings(model=choice.target, **{"dtype": "float32"} | options))

@@ -24,6 +24,7 @@ from specdec.errors import Unavailable, error_from_status
 from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rules import Rule
+from specdec.settings import DraftSettings
 from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
@@ -80,8 +81,9 @@ async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[Local
 async def start_systems(
     kind: str, deployments: Mapping[str, Deployment], pretended: float | None = None
 ) -> AsyncIterator[Mapping[str, LocalSystem]]:
-    """Start deployments that differ in their drafters alone; they share the target of the first. ``pretended``: the
-    tokens a round commits on average, whatever is drafted (of kind "grpc" alone).
+    """Start deployments that differ in their drafters alone; they share the target of the first, and processes the
+    draft of one with the same drafter. ``pretended``: the tokens a round commits on average, whatever is drafted (of kind "grpc"
+    alone).
 
     Where they cannot be used, during the measurement too, the error (:class:`Unavailable`) ends with what they logged.
     """
@@ -129,25 +131,28 @@ async def _start_processes(
     services: list[ServiceSpec] = []
     gateways: dict[str, tuple[str, str, list[str]]] = {}
     target = ""
+    shared: list[tuple[DraftSettings | None, str | None]] = []
     for name, deployment in deployments.items():
         free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
-        added = services_of(free, stack.enter_context(socket_folder()), target=target or None)
+        draft = next((address for settings, address in shared if settings == deployment.draft), None)
+        added = services_of(free, stack.enter_context(socket_folder()), target=target or None, draft=draft)
         if not target:
             target = added[0].address
             if pretended is not None:
                 arguments = (f"{pretended:g}", *added[0].arguments)
                 added[0] = replace(added[0], module="target_service.synthetic_target", arguments=arguments)
-        drafts = [service.address for service in added if service.name == "draft"]
+        draft = next((service.address for service in added if service.name == "draft"), draft)
+        shared.append((deployment.draft, draft))
         host, port, grpc_port = free.gateway.host, free.gateway.port, free.gateway.grpc_port
-        gateways[name] = f"{host}:{grpc_port}", f"http://{host}:{port}", drafts
+        gateways[name] = f"{host}:{grpc_port}", f"http://{host}:{port}", [draft] if draft else []
         services += added if len(deployments) == 1 else [_named(service, name) for service in added]
     supervisor = Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}"))
     await stack.enter_async_context(supervisor)
     systems: dict[str, LocalSystem] = {}
-    for name, (address, url, drafts) in gateways.items():
+    for name, (address, url, addresses) in gateways.items():
         channel = open_channel(address)
         stack.push_async_callback(channel.close)
-        systems[name] = GrpcSystem(channel, await _connect(target, drafts, stack), url)
+        systems[name] = GrpcSystem(channel, await _connect(target, addresses, stack), url)
     return systems
 
 

@@ -201,10 +201,12 @@ def is_on_gpu(model: ModelSettings) -> bool:
     return model.device.startswith("cuda") or (model.device == "auto" and Path("/dev/nvidia0").exists())
 
 
-def services_of(deployment: Deployment, sockets: Path, *, target: str | None = None) -> list[ServiceSpec]:
+def services_of(
+    deployment: Deployment, sockets: Path, *, target: str | None = None, draft: str | None = None
+) -> list[ServiceSpec]:
     """The processes of a deployment, in the order they start; target and draft listen on sockets in a folder.
 
-    ``target`` is the address of one that runs already: then there is no target among them.
+    ``target`` and ``draft`` are addresses of services that run already: these are not among them.
     """
     gateway = deployment.gateway
     shared = ["--drain-s", f"{gateway.drain_s:g}", "--log-level", gateway.log_level, "--log-format", gateway.log_format]
@@ -223,17 +225,17 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
             address=target_socket,
         )
     ]  # fmt: skip
-    if deployment.draft is not None:
-        draft = deployment.draft
-        model = flags_of(draft.model, skip=_TARGET_OPTIONS) if draft.model else ()
+    if deployment.draft is not None and draft is None:
+        settings = deployment.draft
+        model = flags_of(settings.model, skip=_TARGET_OPTIONS) if settings.model else ()
         services.append(
             ServiceSpec(
                 name="draft",
                 module="draft_service",
                 arguments=(
-                    *flags_of(draft.speculative),
-                    *flags_of(draft),
-                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), "--socket", draft_socket, *shared),
+                    *flags_of(settings.speculative),
+                    *flags_of(settings),
+                    *model, *flags_of(settings.scheduler, skip={"max_wait_s"}), "--socket", draft_socket, *shared),
                 environment=environment,
                 address=draft_socket,
             )
@@ -241,7 +243,7 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
     gateway = replace(
         gateway,
         targets=(target or services[0].address,),
-        drafts=tuple(service.address for service in services[1:]),
+        drafts=(draft,) if draft else tuple(service.address for service in services[1:]),
     )
     services.append(
         ServiceSpec(

@@ -49,7 +49,7 @@ class FakeSystem:
 async def measured(drafter: str, sessions: int) -> tuple[Cell, FakeSystem]:
     system = FakeSystem()
     args = argparse.Namespace(warm_up=0.05, repeats=4, seconds=0.1, max_tokens=8, temperature=0.0)
-    windows = Windows(system, PROMPTS, args)  # type: ignore[arg-type]
+    windows = Windows([system], PROMPTS, args)  # type: ignore[arg-type]
     cell = Cell(system="serve", pair="bundled", drafter=drafter, sessions=sessions)
 
     await windows.predict()
