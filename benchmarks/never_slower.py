@@ -1,15 +1,16 @@
 """Is a drafter ever slower than plain decoding? A table of ratios.
 
-A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``gateways``: the same with two gateways that take
-turns; ``embedded``: everything in one process), a pair of models, a drafter and a number of sessions. On one running server windows of plain decoding and of the drafter
-alternate (plain, drafter, drafter, plain, …), chosen by request options. Both windows of a pair have the same prompts
-and seeds, so the same texts. Before, the drafter decodes for ``--warm-up`` seconds: the server learns in this time.
+A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``gateways``: the same with a second gateway,
+and requests go to both in turn; ``embedded``: everything in one process), a pair of models, a drafter and a number of
+sessions. On one running server windows of plain decoding and of the drafter alternate (plain, drafter, drafter, plain,
+…), chosen by request options. Both windows of a pair have the same prompts and seeds, so the same texts. Before, the
+drafter decodes for ``--warm-up`` seconds: the server learns in this time.
 
 Pairs are the bundled one, the same with a poor draft (``fair``: 0.48 of its tokens are right; ``poor``: none is) or
-another type of the target's numbers, and the bundled target padded to 200 M parameters. ``right`` and ``wrong`` are
-predictions beside the pair's draft: the text that follows, and in turn another text or the text with a wrong word after
-each word. ``mixed``: requests take the draft and both lookups in turn. ``plain`` is the control: plain windows against
-plain windows. Texts are sampled, because greedy texts of the bundled target repeat themselves.
+with a target of other numbers (``int8``, ``bfloat16``), and the bundled target padded to 200 M parameters. ``right``
+and ``wrong`` are predictions beside the pair's draft: the text that follows, and in turn another text or the text with
+a wrong word after each word. ``mixed``: requests take the draft and both lookups in turn. ``plain`` is the control:
+plain windows against plain windows. Texts are sampled, because greedy texts of the bundled target repeat themselves.
 
     python -m benchmarks.never_slower --systems serve --drafters ngram --sessions 1,8
 
@@ -178,9 +179,7 @@ class Windows:
             k = 0 if drafter == CONTROL else None
             method = drafter if drafter in LOOKUPS else next(self._methods) if drafter == MIXED else ""
             system = next(self._systems)
-            async with aclosing(
-                system.stream(prompt, params, None, k, method=method, prediction=prediction)
-            ) as pieces:
+            async with aclosing(system.stream(prompt, params, None, k, method=method, prediction=prediction)) as pieces:
                 async for piece in pieces:
                     yield piece
                     if piece.speculation and not is_plain:

@@ -82,8 +82,8 @@ async def start_systems(
     kind: str, deployments: Mapping[str, Deployment], pretended: float | None = None
 ) -> AsyncIterator[Mapping[str, LocalSystem]]:
     """Start deployments that differ in their drafters alone; they share the target of the first, and processes the
-    draft of one with the same drafter. ``pretended``: the tokens a round commits on average, whatever is drafted (of kind "grpc"
-    alone).
+    draft of one with the same drafter. ``pretended``: the tokens a round commits on average, whatever is drafted (of
+    kind "grpc" alone).
 
     Where they cannot be used, during the measurement too, the error (:class:`Unavailable`) ends with what they logged.
     """
