@@ -28,26 +28,35 @@ class LookupPacer:
     """What the sessions on one target have in common."""
 
     def __init__(self) -> None:
-        #: Open sessions, those that look nothing up included; and their load, of which prices depend.
-        self.num_sessions = self.load = 0
-        self._methods: dict[tuple[str, ...], MethodPacer] = {}
-        self.forget()
+        #: Open sessions, and those of them that look up.
+        self.num_sessions = self.num_looking = 0
+        #: How far matches in other texts are right, by the methods that find them.
+        self.acceptances: defaultdict[tuple[str, ...], MatchAcceptance] = defaultdict(MatchAcceptance)
+        #: By load, of which prices depend: numbers of sessions within a factor of about 1.4 share them.
+        self._times: defaultdict[int, LookupTimes] = defaultdict(LookupTimes)
+        self.times = self._times[0]
+        self._forget()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Steps take another time than before."""
         self._cost = StepCost()
         self._step = RoundTimings()
 
-    def add_sessions(self, count: int) -> None:
+    def add_sessions(self, count: int, *, look_up: bool) -> None:
         """So many more are open."""
         self.num_sessions += count
-        self.load = round(math.log2(max(self.num_sessions, 1)))
+        self.num_looking += count * look_up
+        self.times = self._times[round(math.log2(max(self.num_sessions, 1)))]
 
-    def method(self, methods: tuple[str, ...] = ()) -> MethodPacer:
-        """What the sessions that look up by these methods have in common: what they find differs."""
-        if methods not in self._methods:
-            self._methods[methods] = MethodPacer(self)
-        return self._methods[methods]
+    def record_cycle(
+        self, cycle_ns: int, num_tokens: int, num_rounds: int, saved: float, *, num_verdicts: int, looks_up: bool
+    ) -> None:
+        """See :meth:`~gateway.pacing.lookup_times.LookupTimes.record`."""
+        num_looked = num_verdicts * looks_up
+        if self.times.record(
+            self.num_sessions, cycle_ns, num_tokens, num_rounds, saved, num_verdicts=num_verdicts, num_looked=num_looked
+        ):
+            self._forget()
 
     def record(self, timings: RoundTimings) -> None:
         """Learn what a step took; its sessions tell the same."""
@@ -72,23 +81,6 @@ class LookupPacer:
             yield (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
 
 
-class MethodPacer:
-    """What the sessions on one target that look up by the same methods have in common."""
-
-    def __init__(self, target: LookupPacer) -> None:
-        self.target = target
-        #: Open sessions that look up by these methods.
-        self.num_sessions = 0
-        #: How far matches in other texts are right.
-        self.acceptance = MatchAcceptance()
-        self._times: defaultdict[int, LookupTimes] = defaultdict(LookupTimes)
-
-    @property
-    def times(self) -> LookupTimes:
-        """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
-        return self._times[self.target.load]
-
-
 class LookupPace:
     """The pace of one session's lookups."""
 
@@ -100,26 +92,27 @@ class LookupPace:
         is_fixed: bool = False,
         is_predicted: bool = False,
     ) -> None:
-        """``methods``: what looks up. ``is_fixed``: all that is found is drafted. ``is_predicted``: it is a client's
-        prediction, of which other texts tell nothing.
+        """``methods``: what looks up; none: the session looks up nothing. ``is_fixed``: all that is found is drafted.
+        ``is_predicted``: it is a client's prediction, of which other texts tell nothing.
         """
-        self._pacer = pacer.method(("prediction", *methods) if is_predicted else methods)
+        self._pacer = pacer
+        self._looks_up = bool(methods) or is_predicted
         self._is_fixed = is_fixed
-        self._acceptance = MatchAcceptance(None if is_predicted else self._pacer.acceptance, is_predicted=is_predicted)
+        known = None if is_predicted else pacer.acceptances[methods]
+        self._acceptance = MatchAcceptance(known, is_predicted=is_predicted)
         #: The latest match while all that followed was right, and how many tokens that were.
         self._match: Match | None = None
         self._num_right = 0
-        #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, and the
-        #: plain tokens that they should save.
+        #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, the
+        #: plain tokens that they should save, and the tokens that the last one should bring.
         self._last_ns: int | None = None
         self._is_plain = True
         self._window: tuple[LookupTimes, int] | None = None
-        self._num_rounds, self._saved = 0, 0.0
+        self._num_rounds, self._saved, self._expected = 0, 0.0, 0.0
         #: Verdicts from one lookup to the next, and since the latest one: the first verdict is not recorded.
         self._pause, self._num_passed = 1, 1
         self._is_open = True
-        self._pacer.num_sessions += 1
-        pacer.add_sessions(1)
+        pacer.add_sessions(1, look_up=self._looks_up)
 
     @property
     def pause_left(self) -> int:
@@ -150,8 +143,14 @@ class LookupPace:
         plain tokens and of rounds that were looked up.
         """
         times = self._pacer.times
-        if not times.is_off or not is_plain:
-            self._pacer.target.record(timings)
+        if not (self._pacer.num_looking or times.is_off):
+            self._last_ns = None
+            return
+        if self._looks_up and not (times.is_off and is_plain):
+            self._pacer.record(timings)
+        if self._num_rounds:
+            # What comes beside expectation is no price below zero, which right predictions left behind for wrong ones.
+            self._saved += max(0.0, len(token_ids) - self._expected)
         self._record_time(times, num_verdicts, len(token_ids), now_ns, is_plain=is_plain)
         self._num_passed += num_verdicts
         if self._match is None:
@@ -177,10 +176,16 @@ class LookupPace:
         last_ns, window = self._last_ns, self._window
         # What began in a window of the other kind belongs to neither.
         if is_plain and last_ns is not None and window == (times, times.num_changes):
-            cycle_ns = now_ns - last_ns
-            num_sessions, num_rounds = self._pacer.num_sessions, self._num_rounds
-            if times.record(num_sessions, cycle_ns, num_tokens, num_rounds, self._saved, num_verdicts=num_verdicts):
-                self._pacer.target.forget()
+            self._pacer.record_cycle(
+                now_ns - last_ns,
+                num_tokens,
+                self._num_rounds,
+                self._saved,
+                num_verdicts=num_verdicts,
+                looks_up=self._looks_up,
+            )
+        if not is_plain:
+            times.skip(num_verdicts)
         self._is_plain = is_plain
         self._last_ns, self._window = now_ns if is_plain else None, (times, times.num_changes)
         self._num_rounds, self._saved = 0, 0.0
@@ -203,18 +208,18 @@ class LookupPace:
         """
         self._end_match()
         self._match = match
-        count, target, times = len(match.token_ids), self._pacer.target, self._pacer.times
+        count, times = len(match.token_ids), self._pacer.times
         if self._is_fixed:
             return count
         survival, following = self._acceptance.rates(match.length)
-        best, gain, saved, tokens = 0, 0.0, 0.0, 1.0
+        best, gain, saved, expected, tokens = 0, 0.0, 0.0, 0.0, 1.0
         most = 1.0 + survival / max(1.0 - following, 1.0 / count)  # no length brings more
         if most <= speedup * (1.0 + times.price):
             return 0
-        for num_tokens, rows in enumerate(target.row_prices(count)):
+        for num_tokens, rows in enumerate(self._pacer.row_prices(count)):
             cost = speedup * (1.0 + times.price + rows)
             if tokens - cost > gain:
-                best, gain, saved = num_tokens, tokens - cost, tokens - 1.0 - rows
+                best, gain, saved, expected = num_tokens, tokens - cost, tokens - 1.0 - rows, tokens
             if most - cost <= gain:
                 break  # longer rounds cost more
             tokens += survival
@@ -223,11 +228,11 @@ class LookupPace:
             self._pause = 1
             self._num_rounds += 1
             self._saved += saved
+            self._expected = expected
         return best
 
     def leave(self) -> None:
         """The session is over. Idempotent."""
         if self._is_open:
             self._is_open = False
-            self._pacer.num_sessions -= 1
-            self._pacer.target.add_sessions(-1)
+            self._pacer.add_sessions(-1, look_up=self._looks_up)

@@ -38,7 +38,11 @@ class TargetPacer:
         self._drafters: dict[str, DrafterPacer] = {}
 
     def session(self, limit: int, drafter: str = "") -> SessionPace:
-        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``."""
+        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``. One that
+        none drafts for counts with the sessions of the newest method, whose steps it shares.
+        """
+        if not drafter and self._drafters:
+            drafter = next(reversed(self._drafters))
         return SessionPace(self.drafter_pacer(drafter), limit)
 
     def drafter_pacer(self, drafter: str = "") -> DrafterPacer:
@@ -205,6 +209,7 @@ class SessionPace:
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         self._last_ns = now_ns
+        self._drafter.times.skip()
 
     def leave(self) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""

@@ -16,6 +16,7 @@ from specdec.types import RoundTimings, SessionSpec
 from tests.gateway.pacing.lookup_simulation import World, speed
 
 MS = 1_000_000
+METHODS = ("ngram",)
 #: What a round takes beside its rows, in milliseconds.
 ROUND_MS = 0.9
 
@@ -70,7 +71,7 @@ def test_a_continuation_that_is_cut_off_by_the_verdict_says_nothing_of_the_rest(
 def test_matches_that_are_never_right_are_not_drafted_and_found_again_when_they_are(sessions):
     pacer = LookupPacer()
     steps(pacer, sessions, row_ms=0.1)
-    pace = LookupPace(pacer)
+    pace = LookupPace(pacer, METHODS)
     drafted = [show(pace, right=0, length=3) for _ in range(40)]
     assert not any(drafted[10:])
     assert all([show(pace, right=8, length=3) for _ in range(100)][-10:])
@@ -79,7 +80,7 @@ def test_matches_that_are_never_right_are_not_drafted_and_found_again_when_they_
 def test_long_matches_are_drafted_and_short_ones_are_not_at_the_same_time():
     pacer = LookupPacer()
     steps(pacer, 8, row_ms=0.1)
-    pace = LookupPace(pacer)
+    pace = LookupPace(pacer, METHODS)
     for _ in range(30):
         long, short = show(pace, right=8, length=20), show(pace, right=0, length=2)
     assert (long, short) == (8, 0)
@@ -117,6 +118,63 @@ def test_the_price_is_measured_against_windows_of_plain_tokens(sessions, round_m
     assert times.price == pytest.approx(round_ms / 2.0, rel=0.1, abs=0.1)
 
 
+@pytest.mark.parametrize("loses", [False, True])
+def test_rounds_are_charged_with_what_sessions_lose_that_look_nothing_up(loses):
+    """Each fourth verdict of a session is a round that is always right; two others lose half a token by each."""
+    pacer = LookupPacer()
+    _, *others = LookupPace(pacer, METHODS), LookupPace(pacer), LookupPace(pacer)
+    for number in range(4000):
+        is_off = pacer.times.is_off
+        is_round = not is_off and number % 4 == 0
+        pacer.record_cycle(2 * MS, 1 + is_round, int(is_round), float(is_round), num_verdicts=1, looks_up=True)
+        for other in others:
+            other.record((1,) if is_off or not loses or number % 8 else (), RoundTimings(), 2 * MS * number)
+    assert pacer.times.price == pytest.approx(1.0 if loses else 0.0, abs=0.15)
+
+
+def test_sessions_that_look_nothing_up_cost_pacing_nothing_while_nobody_does(monkeypatch):
+    pacer = LookupPacer()
+    plain, count = LookupPace(pacer), 0
+
+    def cycles():
+        before = count
+        for number in range(10):
+            plain.record((1,), RoundTimings(), 2 * MS * number)
+        return count - before
+
+    cycles()
+    assert pacer.times.plain_ns == 2 * MS
+
+    def record_cycle(*_, **__):
+        nonlocal count
+        count += 1
+
+    monkeypatch.setattr(pacer, "record_cycle", record_cycle)
+    assert cycles() == 0
+    looking = LookupPace(pacer, METHODS)
+    pacer.times.is_off = False  # at this load, too, plain tokens are known
+    assert cycles() == 9
+    looking.leave()
+    assert cycles() == 0
+
+
+def test_plain_tokens_beside_the_rounds_of_a_draft_are_replaced_by_others():
+    times = LookupTimes()
+
+    def plain(token_ms, *, beside_draft, count=200):
+        for _ in range(count):
+            times.record(1, int(token_ms * MS), 1, 0, 0.0)
+            if beside_draft:
+                times.skip(1)
+
+    plain(4.0, beside_draft=True)
+    assert times.plain_ns == 4 * MS, "better than nothing"
+    plain(2.0, beside_draft=False)
+    assert times.plain_ns == 2 * MS
+    plain(4.0, beside_draft=True, count=2000)
+    assert (times.plain_ns, times.price) == (2 * MS, FIRST_PRICE)
+
+
 def test_a_price_that_is_not_paid_any_more_is_forgotten():
     times = LookupTimes()
     cycles(times, sessions=1, token_ms=2.0, round_ms=20.0)
@@ -139,10 +197,11 @@ def test_a_prediction_that_was_right_is_drafted_at_once():
     """Windows with lookups may be too short to learn that from its matches."""
     pacer = LookupPacer()
     steps(pacer, 32, row_ms=0.005)
-    pace = LookupPace(pacer, is_predicted=True)
+    pace = LookupPace(pacer, METHODS, is_predicted=True)
     assert pace.num_draft_tokens(Match((5,) * 32, 30), 1.0) > 16
     assert pace.num_draft_tokens(Match((5,) * 4, 0), 1.0) == 0
-    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 32, 30), 1.0) == 0, "a long match predicts nothing by itself"
+    drafted = LookupPace(pacer, METHODS).num_draft_tokens(Match((5,) * 32, 30), 1.0)
+    assert drafted == 0, "a long match predicts nothing by itself"
 
 
 def test_windows_without_lookups_lose_a_hundredth_of_what_lookups_gain():
@@ -176,13 +235,13 @@ def test_one_stall_is_no_price():
 def test_a_text_is_looked_up_after_its_first_verdict():
     """Nobody records that one; a verdict later, right predictions of 96 tokens had 0.8 of their gain."""
     pacer = LookupPacer()
-    pacer.method().times.is_off = False
-    assert LookupPace(pacer).looks_up()
+    pacer.times.is_off = False
+    assert LookupPace(pacer, METHODS).looks_up()
 
 
 def test_a_text_in_which_nothing_is_worth_a_round_says_when_it_looks_next():
     pacer = LookupPacer()
-    pace, now = LookupPace(pacer), 0
+    pace, now = LookupPace(pacer, METHODS), 0
     looked, passed = 0, 0
     for _ in range(200):
         num_passes = pace.pause_left
@@ -192,13 +251,13 @@ def test_a_text_in_which_nothing_is_worth_a_round_says_when_it_looks_next():
         passed += num_passes
     assert passed > 800
     assert looked > 20
-    assert LookupPace(pacer, is_fixed=True).pause_left == 0
+    assert LookupPace(pacer, METHODS, is_fixed=True).pause_left == 0
 
 
 def test_a_text_without_matches_is_looked_up_rarely():
     pacer = LookupPacer()
     steps(pacer, 1, row_ms=0.1)
-    pace, looked = LookupPace(pacer), 0
+    pace, looked = LookupPace(pacer, METHODS), 0
     for number in range(1000):
         pace.record((1,), plain_step(1, 1.1), number * MS)
         looked += pace.looks_up()
@@ -249,7 +308,7 @@ def test_one_step_that_was_short_ends_no_lookups():
     for ms in (0.4, 4.0):
         pacer = LookupPacer()
         steps(pacer, 1, row_ms=0.1, fixed_ms=4.0)
-        pace = LookupPace(pacer)
+        pace = LookupPace(pacer, METHODS)
         for _ in range(10):
             show(pace, right=8, length=9)
         pacer.record(plain_step(1, ms))
@@ -263,9 +322,9 @@ def test_matches_that_were_never_wrong_at_any_length_are_drafted():
     steps(pacer, 1, row_ms=0.1)
     for length in (1, 3, 7, 15, 31, 63):
         for _ in range(100):
-            pacer.method().acceptance.observe(length, 31, 31)
-    assert pacer.method().acceptance.rates(63)[1] == 1.0
-    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 31, 63), 1.0) == 31
+            pacer.acceptances[METHODS].observe(length, 31, 31)
+    assert pacer.acceptances[METHODS].rates(63)[1] == 1.0
+    assert LookupPace(pacer, METHODS).num_draft_tokens(Match((5,) * 31, 63), 1.0) == 31
 
 
 def test_methods_are_measured_apart():
@@ -279,7 +338,7 @@ def test_methods_are_measured_apart():
 
 
 def test_a_fixed_length_is_what_was_found():
-    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1), 1.0) == 3
+    assert LookupPace(LookupPacer(), METHODS, is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1), 1.0) == 3
 
 
 def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
@@ -288,7 +347,7 @@ def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
     """
     pacer = LookupPacer()
     steps(pacer, 1, row_ms=row_ms)
-    pace, lookup = LookupPace(pacer, is_predicted=True), PredictionLookup(lambda: prediction)
+    pace, lookup = LookupPace(pacer, METHODS, is_predicted=True), PredictionLookup(lambda: prediction)
     state = lookup.open(SessionSpec(session_id="s", token_ids=(1,), prompt_len=1, params=SamplingParams()))
     at, num_rejected, spent_ms, token_ms = 0, 0, 0.0, 1.0 + row_ms
     while at < len(text):

@@ -181,6 +181,47 @@ def test_plain_tokens_beside_rounds_are_compared_with_nothing():
     assert times.round_cost(4) == pytest.approx(3.0)
 
 
+def test_rounds_are_charged_with_what_sessions_lose_that_never_draft():
+    """One session drafts, two others have 3 ms a token instead of 2 meanwhile."""
+    times = started()
+    record(times, 2.0, window_ms=3 * WINDOW_MS, sessions=3)
+    assert times.trial is Mode.SPECULATIVE
+    for _ in range(10):
+        record(times, 3.0, window_ms=12.0, sessions=3, may_draft=False)
+        rounds(times, 6.0, window_ms=6.0, sessions=3)
+    assert times.round_cost(4) == pytest.approx((6.0 + 4 * (3.0 - 2.0)) / 2.0, rel=0.05)
+
+
+def looked_up(times, cycle_ms, **options):
+    """A window in which one of four rounds is a looked-up one."""
+    for _ in range(WINDOW_MS // 8 + 1):
+        record(times, cycle_ms, window_ms=8.0, **options)
+        times.skip()
+
+
+def test_windows_with_and_without_lookups_are_not_compared():
+    """Looked-up rounds make the steps of all others longer."""
+    times = started()
+    rounds(times, 6.0)
+    before = times.round_cost(4)
+    for _ in range(5):
+        looked_up(times, 8.0, num_asked=4, num_tokens=3)
+        record(times, 2.0)
+    assert times.round_cost(4) == before
+    for _ in range(5):
+        looked_up(times, 8.0, num_asked=4, num_tokens=3)
+        looked_up(times, 4.0)
+    assert times.round_cost(4) == pytest.approx(8.0 / 4.0)
+
+
+def test_rounds_beside_lookups_do_not_tell_whether_drafting_pays():
+    times = started(2.5)
+    half_lost(times)
+    for _ in range(2 * RECENT):
+        looked_up(times, 20.0, num_asked=4, num_tokens=1, sessions=2)
+    assert times.pays
+
+
 def test_a_load_that_was_not_seen_is_like_the_nearest_one():
     times = started()
     rounds(times, 10.0)
