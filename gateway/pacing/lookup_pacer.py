@@ -103,12 +103,12 @@ class LookupPace:
         #: The latest match while all that followed was right, and how many tokens that were.
         self._match: Match | None = None
         self._num_right = 0
-        #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, the
-        #: plain tokens that they should save, and the tokens that the last one should bring.
+        #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, and the
+        #: plain tokens that they should save.
         self._last_ns: int | None = None
         self._is_plain = True
         self._window: tuple[LookupTimes, int] | None = None
-        self._num_rounds, self._saved, self._expected = 0, 0.0, 0.0
+        self._num_rounds, self._saved = 0, 0.0
         #: Verdicts from one lookup to the next, and since the latest one: the first verdict is not recorded.
         self._pause, self._num_passed = 1, 1
         self._is_open = True
@@ -143,14 +143,11 @@ class LookupPace:
         plain tokens and of rounds that were looked up.
         """
         times = self._pacer.times
-        if not (self._pacer.num_looking or times.is_off):
+        if not self._pacer.num_looking:
             self._last_ns = None
             return
         if self._looks_up and not (times.is_off and is_plain):
             self._pacer.record(timings)
-        if self._num_rounds:
-            # What comes beside expectation is no price below zero, which right predictions left behind for wrong ones.
-            self._saved += max(0.0, len(token_ids) - self._expected)
         self._record_time(times, num_verdicts, len(token_ids), now_ns, is_plain=is_plain)
         self._num_passed += num_verdicts
         if self._match is None:
@@ -212,14 +209,14 @@ class LookupPace:
         if self._is_fixed:
             return count
         survival, following = self._acceptance.rates(match.length)
-        best, gain, saved, expected, tokens = 0, 0.0, 0.0, 0.0, 1.0
+        best, gain, saved, tokens = 0, 0.0, 0.0, 1.0
         most = 1.0 + survival / max(1.0 - following, 1.0 / count)  # no length brings more
         if most <= speedup * (1.0 + times.price):
             return 0
         for num_tokens, rows in enumerate(self._pacer.row_prices(count)):
             cost = speedup * (1.0 + times.price + rows)
             if tokens - cost > gain:
-                best, gain, saved, expected = num_tokens, tokens - cost, tokens - 1.0 - rows, tokens
+                best, gain, saved = num_tokens, tokens - cost, tokens - 1.0 - rows
             if most - cost <= gain:
                 break  # longer rounds cost more
             tokens += survival
@@ -228,7 +225,6 @@ class LookupPace:
             self._pause = 1
             self._num_rounds += 1
             self._saved += saved
-            self._expected = expected
         return best
 
     def leave(self) -> None:

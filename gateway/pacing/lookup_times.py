@@ -120,8 +120,11 @@ class LookupTimes:
                 self._num_left = 0
             self._excess.append((spent - expected, self._num_rounds) if tells else (0.0, 0))
             self._gains.append(self._num_tokens / spent - 1.0)
-            excess = sum(tokens for tokens, _ in self._excess) + FIRST_WEIGHT * FIRST_PRICE
-            self.price = max(0.0, excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT))
+            # Long rounds that are right take less than their rows should: wrong predictions after them were free.
+            excess = sum(max(0.0, tokens) for tokens, _ in self._excess) + FIRST_WEIGHT * FIRST_PRICE
+            self.price = excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT)
+        elif has_drafts < self._had_drafts:
+            self._num_left = 0  # plain tokens can be measured as they should
         self._choose_next()
         self._clear()
         return has_changed
@@ -135,7 +138,7 @@ class LookupTimes:
         if not self.is_off:
             # Texts change: wrong predictions after right ones had 0.82 of plain decoding (200 M, 8 sessions, served).
             self._num_left = min(self._num_left, int(max(0.0, gain) / ALLOWED_LOSS))
-            if self.price == 0.0:
+            if sum(tokens for tokens, _ in self._excess) < -FIRST_WEIGHT * FIRST_PRICE:
                 self._num_left = min(self._num_left, MEMORY)
         if self._num_left > 0:
             return

@@ -63,8 +63,8 @@ class RoundTimes:
         #: The mode that was measured last.
         self._mode: Mode | None = None
         #: Whether looked-up rounds were beside it. They make steps longer, so windows with and without are not
-        #: compared: after right predictions, wrong ones beside a draft had 1.14 of plain decoding in place of 1.40
-        #: (200 M, 4 sessions, served, means of three alternating runs).
+        #: compared, unless nothing else is known: after right predictions, wrong ones beside a draft had 1.14 of plain
+        #: decoding in place of 1.40 (200 M, 4 sessions, served, means of three alternating runs).
         self._had_lookups = False
         #: Times of rounds without drafted tokens over those of plain tokens.
         self._ratios: deque[float] = deque(maxlen=MEMORY)
@@ -83,8 +83,10 @@ class RoundTimes:
         #: How many times as long as apart rounds and plain tokens take where sessions miss each other's steps.
         self.mixing = 1.0
         self._mixings: deque[float] = deque(maxlen=MEMORY)
-        #: Speed over plain decoding of the latest windows, since a trial, in which sessions chose to draft.
-        self._gains: deque[float] = deque(maxlen=RECENT)
+        #: Speed over plain decoding of the latest windows, since a trial, in which sessions chose to draft: without and
+        #: with looked-up rounds; and whether there were any in the latest window.
+        self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        self._has_lookups = False
         self._clear()
 
     @property
@@ -145,19 +147,20 @@ class RoundTimes:
 
     @property
     def pays(self) -> bool:
-        """Whether several sessions were not slower than plain decoding, all together, since some of them drafted. A
-        draft's rounds beside looked-up ones tell nothing of it: right predictions ended a draft for 14 s.
+        """Whether several sessions were not slower than plain decoding, all together, since some of them drafted.
+        Beside looked-up rounds that is another matter: right predictions would end the draft of wrong ones, for 14 s.
 
         Of one session, texts differ too much for that: over gRPC it had 1.06 of plain decoding in place of 1.20.
         """
-        return len(self._gains) < RECENT or sum(self._gains) >= len(self._gains)
+        gains = self._gains[self._has_lookups]
+        return len(gains) < RECENT or sum(gains) >= len(gains)
 
     def _measure(self, num_sessions: int) -> Mode | None:
         """Take up what the window measured; None: nothing."""
         share, plain_ns = self._round_ns / max(self._may_ns, 1), self._ns.get(Mode.PLAIN, 0.0)
-        has_lookups = self._num_looked_up > MOST_ROUNDS * self._num_verdicts
-        if num_sessions > 1 and self.trial is None and share > MOST_ROUNDS and plain_ns and not has_lookups:
-            self._gains.append(self._num_tokens / self._total_ns / self._speeds[Mode.PLAIN])
+        self._has_lookups = has_lookups = self._num_looked_up > MOST_ROUNDS * self._num_verdicts
+        if num_sessions > 1 and self.trial is None and share > MOST_ROUNDS and plain_ns:
+            self._gains[has_lookups].append(self._num_tokens / self._total_ns / self._speeds[Mode.PLAIN])
         if share <= MOST_ROUNDS and self._num_plain:
             mode, count, own_ns = Mode.PLAIN, float(self._num_plain), self._total_ns - self._round_ns
             others_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
@@ -172,7 +175,7 @@ class RoundTimes:
             return None
         self._ns[mode] = max(self._total_ns - others_ns, 0.5 * own_ns) / count
         self._speeds[mode] = self._num_tokens / self._total_ns
-        if self._mode not in (None, mode) and self._had_lookups == has_lookups:
+        if self._mode not in (None, mode) and (self._had_lookups == has_lookups or not self._ratios):
             self._ratios.append(self._ns[Mode.SPECULATIVE] / self._ns[Mode.PLAIN])
             self._round_cost = median(self._ratios)
             self._since_ns = 0
@@ -188,7 +191,8 @@ class RoundTimes:
                 self._num_windows = self._since_ns = 0
                 self._trial_ns = self._tried_ns or self._trial_ns
                 self._last_pause_ns = self._pause_ns
-                self._gains.clear()
+                for gains in self._gains:
+                    gains.clear()
                 self._pause(self._ended)
             return
         if self._ended is not None and mode in (None, self._ended) and self._num_windows <= CHANGING_WINDOWS:

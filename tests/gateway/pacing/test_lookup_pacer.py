@@ -133,29 +133,21 @@ def test_rounds_are_charged_with_what_sessions_lose_that_look_nothing_up(loses):
 
 
 def test_sessions_that_look_nothing_up_cost_pacing_nothing_while_nobody_does(monkeypatch):
-    pacer = LookupPacer()
-    plain, count = LookupPace(pacer), 0
+    pacer, cycles = LookupPacer(), []
+    monkeypatch.setattr(pacer, "record_cycle", lambda *values, **_: cycles.append(values))
+    plain = LookupPace(pacer)
 
-    def cycles():
-        before = count
+    def decode():
+        cycles.clear()
         for number in range(10):
             plain.record((1,), RoundTimings(), 2 * MS * number)
-        return count - before
+        return len(cycles)
 
-    cycles()
-    assert pacer.times.plain_ns == 2 * MS
-
-    def record_cycle(*_, **__):
-        nonlocal count
-        count += 1
-
-    monkeypatch.setattr(pacer, "record_cycle", record_cycle)
-    assert cycles() == 0
+    assert decode() == 0
     looking = LookupPace(pacer, METHODS)
-    pacer.times.is_off = False  # at this load, too, plain tokens are known
-    assert cycles() == 9
+    assert decode() == 9
     looking.leave()
-    assert cycles() == 0
+    assert decode() == 0
 
 
 def test_plain_tokens_beside_the_rounds_of_a_draft_are_replaced_by_others():
