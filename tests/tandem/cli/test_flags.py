@@ -171,6 +171,13 @@ def test_of_two_methods_the_lookup_reaches_the_gateway() -> None:
     assert "--lookup suffix" in gateway
 
 
+def test_services_that_run_already_are_not_started_again() -> None:
+    (gateway,) = services_of(deploy(), SOCKETS, target="unix:/target.sock", draft="unix:/draft.sock")
+    arguments = " ".join(gateway.arguments)
+    assert "--targets unix:/target.sock" in arguments
+    assert "--drafts unix:/draft.sock" in arguments
+
+
 def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     safetensors.numpy.save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
