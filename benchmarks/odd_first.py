@@ -1,8 +1,9 @@
 """What one odd request leaves behind: ``python -m benchmarks.odd_first``.
 
-Two gateways, or two fronts in one process, on one target begin with a request each: one with an odd text, of which no
-drafted token is right, the other with a usual one. From the second on they get the same requests, in turn. Exit status
-1 where those after the odd one have less than ``--floor`` of the speed of the others.
+Two gateways, or two fronts in one process, on one target begin with a request each: one with random tokens, after which
+few drafted tokens are right (both shares are printed), the other with a usual text. From the second on they get the
+same requests, in turn. Exit status 1 where those after the odd one have less than ``--floor`` of the speed of the
+others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import asyncio
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from tandem.bench.systems import LocalSystem
 
 
-async def speed(system: LocalSystem, prompt: str | Sequence[int], seed: int, temperature: float) -> float:
-    """Tokens per second of one request."""
+async def answer(
+    system: LocalSystem, prompt: Sequence[int], seed: int, temperature: float
+) -> tuple[float, Mapping[str, int]]:
+    """Tokens per second of one request, and its metrics of speculation."""
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=96, ignore_eos=True)
     async with aclosing(system.stream(prompt, params, None, None)) as stream:
         pieces = [piece async for piece in stream]
-    return sum(piece.num_tokens for piece in pieces[1:]) / (pieces[-1].at - pieces[0].at)
+    speed = sum(piece.num_tokens for piece in pieces[1:]) / (pieces[-1].at - pieces[0].at)
+    return speed, pieces[-1].speculation or {}
 
 
 async def measure(args: argparse.Namespace, kind: str) -> Ratio:
@@ -40,19 +44,22 @@ async def measure(args: argparse.Namespace, kind: str) -> Ratio:
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
 
-    odd = "".join(chr(random.Random(0).randrange(0x100, 0x2000)) for _ in range(60))
+    source = random.Random(0)
+    odd = tuple(source.randrange(300, 900) for _ in range(60))
     with tempfile.TemporaryDirectory() as scratch:
         deployment = pair("bundled", "good", 4, Path(scratch))
         encode = TextTokenizer.load(deployment.target.model.model).encode
         usual, *prompts = pick_prompts(encode, args.requests + 1, 16)
-        first: dict[str, tuple[str | Sequence[int], float]] = {"odd": (odd, 2.0), "usual": (usual, 0.8)}
+        first = {"odd": (odd, 1.5), "usual": (usual, 0.8)}
         async with start_systems(kind, {"odd": deployment, "usual": deployment}) as systems:
             speeds: dict[str, list[float]] = {name: [] for name in systems}
             for name, (prompt, temperature) in first.items():
-                await speed(systems[name], prompt, 0, temperature)
+                _, metrics = await answer(systems[name], prompt, 0, temperature)
+                drafted, accepted = metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]
+                print(f"{kind}, {name} first request: {accepted} of {drafted} drafted tokens accepted", flush=True)
             for number, prompt in enumerate(prompts):
                 for name in list(systems)[:: 1 if number % 2 else -1]:
-                    speeds[name].append(await speed(systems[name], prompt, number, 0.8))
+                    speeds[name].append((await answer(systems[name], prompt, number, 0.8))[0])
     return Ratio.of(speeds["odd"], speeds["usual"])
 
 

@@ -182,7 +182,7 @@ class LookupPace:
                 looks_up=self._looks_up,
             )
         if not is_plain:
-            times.skip(num_verdicts)
+            times.note_drafted(num_verdicts)
         self._is_plain = is_plain
         self._last_ns, self._window = now_ns if is_plain else None, (times, times.num_changes)
         self._num_rounds, self._saved = 0, 0.0

@@ -87,7 +87,7 @@ class LookupTimes:
             return self._close()
         return False
 
-    def skip(self, num_verdicts: int) -> None:
+    def note_drafted(self, num_verdicts: int) -> None:
         """Verdicts of a session that a draft drafts for: its rounds make steps longer."""
         self._num_drafted += num_verdicts
 

@@ -136,7 +136,7 @@ class RoundTimes:
         self._try(mode)
         return has_rounds or self._choice != before
 
-    def skip(self) -> None:
+    def note_looked_up(self) -> None:
         """A round was verified that no draft service drafted. It makes steps longer."""
         self._num_looked_up += 1
 

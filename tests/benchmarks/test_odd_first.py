@@ -1,6 +1,7 @@
 """The benchmark of odd first requests: its exit status, and one short run in one process."""
 
 import argparse
+import re
 
 import pytest
 
@@ -21,6 +22,11 @@ def test_the_exit_status_tells_whether_what_followed_was_slower(
     assert capsys.readouterr().out.count(f"{ratio:.3f}") == 2
 
 
-async def test_both_fronts_answer_the_same_requests() -> None:
+async def test_the_odd_request_is_drafted_badly(capsys: pytest.CaptureFixture[str]) -> None:
     ratio = await odd_first.measure(argparse.Namespace(requests=3), "embedded")
-    assert ratio.spread.median > 0.0
+    assert ratio.spread.median > 0.3
+    odd, usual = (
+        [int(number) for number in re.findall(r"(\d+) of (\d+)", line)[0]]
+        for line in capsys.readouterr().out.splitlines()
+    )
+    assert odd[0] * usual[1] < usual[0] * odd[1]

@@ -157,7 +157,7 @@ def test_plain_tokens_beside_the_rounds_of_a_draft_are_replaced_by_others():
         for _ in range(count):
             times.record(1, int(token_ms * MS), 1, 0, 0.0)
             if beside_draft:
-                times.skip(1)
+                times.note_drafted(1)
 
     plain(4.0, beside_draft=True)
     assert times.plain_ns == 4 * MS, "better than nothing"

@@ -196,7 +196,7 @@ def looked_up(times, cycle_ms, **options):
     """A window in which one of four rounds is a looked-up one."""
     for _ in range(WINDOW_MS // 8 + 1):
         record(times, cycle_ms, window_ms=8.0, **options)
-        times.skip()
+        times.note_looked_up()
 
 
 def test_windows_with_and_without_lookups_are_not_compared():
