@@ -23,7 +23,7 @@ from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.flags import Parser
-from specdec.types import Verdict
+from specdec.types import RoundTimings, Verdict
 
 NUM_TOKENS: Final = 4
 #: The static rule: the most sessions that draft.
@@ -69,6 +69,7 @@ class SharedPacer:
 class SharedPace:
     """A session of a :class:`SharedPacer`."""
 
+    group: Final = ""
     speedup: Final = 1.0
     is_settled: Final = False
 
@@ -86,18 +87,18 @@ class SharedPace:
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, **_: object) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         if not num_asked:
-            self.record_plain(1, len(verdict.token_ids), now_ns)
+            self.record_plain(1, len(verdict.token_ids), verdict.timings, now_ns)
             return
         stats = self._target.stats
         stats.num_verdicts[Mode.SPECULATIVE] += 1
         stats.num_draft_tokens += num_asked
         self._target.observe(num_asked, verdict.num_accepted)
 
-    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+    def record_plain(self, num_verdicts: int, num_tokens: int, timings: RoundTimings, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         self._target.stats.num_verdicts[Mode.PLAIN] += num_verdicts
 
-    def skip(self, now_ns: int) -> None:
+    def skip(self, timings: RoundTimings, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
 
     def leave(self) -> None:

@@ -91,6 +91,7 @@ def encode_open_target(spec: SessionSpec) -> target_pb.VerifyRequest:
             hidden_state_dtype=spec.hidden_state_dtype,
             hidden_state_map=spec.hidden_state_map,
             max_kv_share=spec.max_kv_share,
+            pacing_group=spec.pacing_group,
             packs_logprobs=True,
         )
     )
@@ -125,6 +126,7 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
         hidden_state_dtype=message.hidden_state_dtype,
         hidden_state_map=message.hidden_state_map,
         max_kv_share=share,
+        pacing_group=message.pacing_group,
     )
 
 

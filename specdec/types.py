@@ -140,6 +140,10 @@ class RoundTimings:
     #: Filling the masks of structured outputs beside the forward pass; waiting for them after it (in ``verify_ns``).
     mask_fill_ns: int = 0
     mask_wait_ns: int = 0
+    #: Since the session was opened: tokens that the sessions of other pacing groups got, and the time that they took,
+    #: summed over them.
+    others_tokens: int = 0
+    others_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,8 @@ class SessionSpec:
     hidden_state_dtype: str = ""
     #: Target only: fingerprint of what makes features of the hidden states, if the target has it; empty: nothing.
     hidden_state_map: str = ""
+    #: Target only: name of the sessions that are paced together (:attr:`RoundTimings.others_ns`); empty: it is not.
+    pacing_group: str = ""
     #: Target only, on the way there: a draft to open meanwhile.
     draft: DraftOpening | None = None
 

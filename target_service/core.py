@@ -34,6 +34,7 @@ from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.sequence_memory import SequenceMemory
 from target_service.session.opening import may_reuse
 from target_service.session.session import Session
+from target_service.session.throughput import Throughput
 from target_service.spec_check import check_spec, kv_share
 from target_service.state_map_intake import StateMapIntake, read_state_maps
 from target_service.state_maps import StateMaps
@@ -92,6 +93,7 @@ class TargetCore:
             partial(read_tokenizer, settings.model, engine.info), settings.scheduler.max_waiting
         )
         self._sessions: set[Session] = set()
+        self._throughput = Throughput()
         self._draining = False
         self.failure: InternalError | None = None
         self.failed = asyncio.Event()
@@ -180,8 +182,9 @@ class TargetCore:
             spec, state, sequence, rule, stop_criteria, grammar, first_state, state_map, max_entries
         )
         wants_map = self._state_maps.wants(spec.hidden_state_map)
+        throughput = self._throughput.of_group(spec.pacing_group)
         session = Session(
-            step_session, self.engine.pool, self, asked_ns, on_states=on_states, wants_state_map=wants_map
+            step_session, self.engine.pool, self, asked_ns, throughput, on_states=on_states, wants_state_map=wants_map
         )
         self.memory.belongs_to(sequence, session)
         self._sessions.add(session)

@@ -283,19 +283,19 @@ class Decoding:
                 draft.prepare()
         # While no draft is wanted the rest can be asked for at once; the first verdict brings one token of it.
         num_multi_step = 0 if self._pace.k else num_remaining - 1
-        states = draft.hidden_states_spec()
+        states, group = draft.hidden_states_spec(), self._pace.group
         try:
-            first = await target.open(num_multi_step, states, opening)
+            first = await target.open(num_multi_step, states, opening, pacing_group=group)
         except InvalidRequest as error:
             if not states.layers or error.param != "hidden_state_layers":
                 raise
             logger.warning("the draft reads hidden states that target %s does not have: %s", replica.name, error)
             draft.refuse(error)
-            first = await target.open(num_multi_step, HiddenStateSpec())
+            first = await target.open(num_multi_step, HiddenStateSpec(), pacing_group=group)
         if opening is not None:
             draft.opened_beside(target.direct_draft, k)
         self._clock_ns = None
-        self._pace.record_plain(1, len(first.token_ids), self._committed_ns(first))
+        self._pace.record_plain(1, len(first.token_ids), first.timings, self._committed_ns(first))
         self.answered = None
         return first
 
@@ -430,7 +430,7 @@ class Decoding:
             self.metrics.num_accepted_predicted_tokens += verdict.num_accepted
             self.metrics.num_rejected_predicted_tokens += verdict.num_draft_tokens - verdict.num_accepted
         if answered.is_looked_up:
-            self._pace.skip(now_ns)
+            self._pace.skip(verdict.timings, now_ns)
         else:
             depth = answered.whole_depth(verdict)
             num_tried, is_stream = answered.num_tried(verdict), answered.is_stream
@@ -466,7 +466,7 @@ class Decoding:
         self._lookup_pace.record(
             token_ids, last.timings, now_ns, num_verdicts=len(verdicts), is_plain=not self._draft.k
         )
-        self._pace.record_plain(len(verdicts), len(token_ids), now_ns)
+        self._pace.record_plain(len(verdicts), len(token_ids), last.timings, now_ns)
 
     def _committed_ns(self, verdict: Verdict) -> int:
         """When a verdict was committed, as if the way from the target always took what it took for the first one: those

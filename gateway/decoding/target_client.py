@@ -101,11 +101,13 @@ class TargetClient:
         )
         return self._replica
 
-    async def open(self, num_multi_step: int, states: HiddenStateSpec, draft: DraftOpening | None = None) -> Verdict:
+    async def open(
+        self, num_multi_step: int, states: HiddenStateSpec, draft: DraftOpening | None = None, *, pacing_group: str
+    ) -> Verdict:
         """Open a session on the replica picked; its first verdict.
 
         ``num_multi_step``: tokens to decode right after it; ``states``: the hidden states verdicts carry; ``draft``:
-        what the target should open meanwhile (:attr:`direct_draft`).
+        what the target should open meanwhile (:attr:`direct_draft`); ``pacing_group``: that of its pace.
         """
         assert self._replica is not None, "pick a replica first"
         spec = replace(
@@ -113,6 +115,7 @@ class TargetClient:
             num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
             draft=draft,
+            pacing_group=pacing_group,
         )
         spec = states.asked_in(spec)
         self._session = session = await self._replica.backend.open(spec)

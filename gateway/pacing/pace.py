@@ -1,6 +1,7 @@
 """The interface of pacing: how many tokens to draft for each session and round, zero included.
 
-Nothing here awaits, reads a clock or draws a random number: observations go in with their time, answers come out.
+Nothing here awaits, reads a clock or draws a random number, but for names: observations go in with their time, answers
+come out.
 
 Legal under every rule: an answer depends on verdicts and times of past rounds only, never on the tokens of the round
 it is for, nor on anything drawn with them.
@@ -11,11 +12,16 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from gateway.pacing.stats import PacingStats
-from specdec.types import Verdict
+from specdec.types import RoundTimings, Verdict
 
 
 class Pace(Protocol):
     """What a decoding loop asks and tells, one session at a time."""
+
+    @property
+    def group(self) -> str:
+        """Name of the sessions that are paced together, which targets get; empty: none."""
+        ...
 
     @property
     def k(self) -> int:
@@ -47,11 +53,11 @@ class Pace(Protocol):
         """
         ...
 
-    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
-        """Verdicts that nothing was asked for between arrived, the last one at ``now_ns``."""
+    def record_plain(self, num_verdicts: int, num_tokens: int, timings: RoundTimings, now_ns: int) -> None:
+        """Verdicts that nothing was asked for between arrived, the last one with these ``timings`` at ``now_ns``."""
         ...
 
-    def skip(self, now_ns: int) -> None:
+    def skip(self, timings: RoundTimings, now_ns: int) -> None:
         """The verdict of a round arrived whose tokens no draft service drafted: it tells no price."""
         ...
 
@@ -76,6 +82,7 @@ class Pacer(Protocol):
 class FixedPace:
     """As many drafted tokens as allowed, in every round."""
 
+    group: Final = ""
     speedup: Final = 1.0
 
     def __init__(self, limit: int) -> None:
@@ -97,10 +104,10 @@ class FixedPace:
     ) -> None:
         """Do nothing: nothing is learned."""
 
-    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+    def record_plain(self, num_verdicts: int, num_tokens: int, timings: RoundTimings, now_ns: int) -> None:
         """Do nothing: nothing is learned."""
 
-    def skip(self, now_ns: int) -> None:
+    def skip(self, timings: RoundTimings, now_ns: int) -> None:
         """Do nothing: nothing is learned."""
 
     def leave(self) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from typing import Final
+from uuid import uuid4
 
-from gateway.pacing.round_times import RoundTimes
+from gateway.pacing.round_times import Others, RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.text_acceptance import (
     STREAM_GUESS,
@@ -21,7 +22,7 @@ from gateway.pacing.text_acceptance import (
     expected_tokens,
     usual_rates,
 )
-from specdec.types import Verdict
+from specdec.types import RoundTimings, Verdict
 
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after some bad texts.
 RECENT_TEXTS: Final = 6
@@ -38,12 +39,7 @@ class TargetPacer:
         self._drafters: dict[str, DrafterPacer] = {}
 
     def session(self, limit: int, drafter: str = "") -> SessionPace:
-        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``. One that
-        none drafts for counts with the sessions of the newest method, whose steps it shares: mixed drafters have 0.96,
-        0.98, 0.95 of plain decoding so, 0.92, 0.94, 0.93 without (embedded, 4 sessions, alternating runs).
-        """
-        if not drafter and self._drafters:
-            drafter = next(reversed(self._drafters))
+        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``."""
         return SessionPace(self.drafter_pacer(drafter), limit)
 
     def drafter_pacer(self, drafter: str = "") -> DrafterPacer:
@@ -60,7 +56,9 @@ class DrafterPacer:
 
     def __init__(self, target: TargetPacer) -> None:
         self.target = target
-        #: Open sessions that draft by this method.
+        #: Names them to targets.
+        self.group: Final = uuid4().hex
+        #: Open sessions that may draft by this method.
         self.num_sessions = 0
         #: Drafted tokens of a round at most, in any session.
         self.limit = 0
@@ -116,15 +114,15 @@ class DrafterPacer:
             return {limit: expected[-1] / times.round_cost(limit)}
         return {k: tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k}
 
-    def record(self, cycle_ns: int, num_verdicts: int, num_tokens: int, num_asked: int, *, may_draft: bool) -> None:
+    def record(self, cycle_ns: int, num_verdicts: int, num_tokens: int, num_asked: int, others: Others) -> None:
         """A session took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for ``num_tokens`` others."""
         times, stats = self.times, self.target.stats
         trial = times.trial
-        if trial is not None and may_draft:
+        if trial is not None:
             stats.trial_s += cycle_ns / max(self.num_sessions, 1) / 1e9
         times.streams = self.streams
         has_changed = times.record(
-            self.num_sessions, cycle_ns, num_tokens, num_asked, may_draft=may_draft, num_verdicts=num_verdicts
+            self.num_sessions, cycle_ns, num_tokens, num_asked, others, num_verdicts=num_verdicts
         )
         if trial is not None and times.trial is None:
             stats.num_trials[trial] += 1
@@ -143,10 +141,13 @@ class SessionPace:
     def __init__(self, drafter: DrafterPacer, limit: int) -> None:
         self.k = 0
         self.speedup = 1.0
+        self.group = drafter.group if limit else ""
         self._limit = limit
         self._drafter = drafter
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
+        #: What other sessions did since it was opened, as the last verdict told.
+        self._others = Others()
         self._is_open = True
         #: Speed over plain decoding that it expects of drafting; None: it was not asked yet.
         self._expected: float | None = None
@@ -157,7 +158,7 @@ class SessionPace:
         #: The same when it last recorded.
         self._window = -1
         drafter.limit = max(limit, drafter.limit)
-        drafter.num_sessions += 1
+        drafter.num_sessions += limit > 0
         drafter.target.num_sessions += 1
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
@@ -171,7 +172,7 @@ class SessionPace:
     @property
     def is_settled(self) -> bool:
         """See :class:`~gateway.pacing.pace.Pace`."""
-        return not self.k and self._window == self._drafter.num_changes
+        return not self._limit or (not self.k and self._window == self._drafter.num_changes)
 
     def record(
         self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None, is_stream: bool = False
@@ -187,28 +188,37 @@ class SessionPace:
                 drafter.recent.append(self._acceptance)
             acceptance = drafter.streamed if is_stream else self._acceptance
             acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
-        self._record(1, len(verdict.token_ids), num_asked, now_ns)
+        self._record(1, len(verdict.token_ids), num_asked, verdict.timings, now_ns)
 
-    def record_plain(self, num_verdicts: int, num_tokens: int, now_ns: int) -> None:
+    def record_plain(self, num_verdicts: int, num_tokens: int, timings: RoundTimings, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`. Where a window ended meanwhile, they belong to none."""
         if num_verdicts > 1 and self._window != self._drafter.num_changes:
             self._last_ns = None
-        self._record(num_verdicts, num_tokens, 0, now_ns)
+        self._record(num_verdicts, num_tokens, 0, timings, now_ns)
 
-    def _record(self, num_verdicts: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
+    def _record(self, num_verdicts: int, num_tokens: int, num_asked: int, timings: RoundTimings, now_ns: int) -> None:
+        if not self._limit:
+            return
         drafter, stats = self._drafter, self._drafter.target.stats
-        if self._limit:
-            stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += num_verdicts
-            stats.num_draft_tokens += num_asked
+        stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += num_verdicts
+        stats.num_draft_tokens += num_asked
         last_ns, self._last_ns = self._last_ns, now_ns
+        others = self._since_last(timings)
         if last_ns is not None and num_tokens:
-            if self._limit:
-                stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
-            drafter.record(now_ns - last_ns, num_verdicts, num_tokens, num_asked, may_draft=self._limit > 0)
+            stats.busy_s += (now_ns - last_ns) / max(drafter.target.num_sessions, 1) / 1e9
+            drafter.record(now_ns - last_ns, num_verdicts, num_tokens, num_asked, others)
         self._window = drafter.num_changes
 
-    def skip(self, now_ns: int) -> None:
+    def _since_last(self, timings: RoundTimings) -> Others:
+        """What other sessions did since this session's verdict before: its part, for each of the group tells all."""
+        before, self._others = self._others, Others(timings.others_tokens, timings.others_ns)
+        count = max(self._drafter.num_sessions, 1)
+        # After a move to another target it begins at zero.
+        return Others(*(max(now - then, 0) / count for now, then in zip(self._others, before, strict=True)))
+
+    def skip(self, timings: RoundTimings, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
+        self._since_last(timings)
         self._last_ns = now_ns
         self._drafter.times.note_looked_up()
 
@@ -217,7 +227,7 @@ class SessionPace:
         if self._is_open:
             self._is_open = False
             self._expect(None)
-            self._drafter.num_sessions -= 1
+            self._drafter.num_sessions -= self._limit > 0
             self._drafter.target.num_sessions -= 1
 
     def _choose(self, limit: int) -> int:

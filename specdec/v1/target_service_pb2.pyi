@@ -224,6 +224,7 @@ class OpenTargetSession(_message.Message):
     HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
     PACKS_LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    PACING_GROUP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing."""
     epoch: _builtins.int
@@ -264,6 +265,8 @@ class OpenTargetSession(_message.Message):
     """
     packs_logprobs: _builtins.bool
     """Log-probabilities may come packed (PositionLogprobs.packed_top), which older targets never do."""
+    pacing_group: _builtins.str
+    """Name of the sessions that are paced together: verdicts tell what all others get. Empty: it is not paced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -315,10 +318,11 @@ class OpenTargetSession(_message.Message):
         hidden_state_map: _builtins.str = ...,
         packs_logprobs: _builtins.bool = ...,
         draft: Global___OpenDraft | None = ...,
+        pacing_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "draft", b"draft", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "draft", b"draft", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "draft", b"draft", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "pacing_group", b"pacing_group", "packs_logprobs", b"packs_logprobs", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -702,6 +706,8 @@ class RoundTimings(_message.Message):
     BATCH_CONTEXT_FIELD_NUMBER: _builtins.int
     MASK_FILL_NS_FIELD_NUMBER: _builtins.int
     MASK_WAIT_NS_FIELD_NUMBER: _builtins.int
+    OTHERS_TOKENS_FIELD_NUMBER: _builtins.int
+    OTHERS_NS_FIELD_NUMBER: _builtins.int
     queue_ns: _builtins.int
     """Nanoseconds from receipt to the start of the step."""
     forward_ns: _builtins.int
@@ -718,6 +724,10 @@ class RoundTimings(_message.Message):
     """Nanoseconds of filling the masks of structured outputs, beside the forward pass; 0: there were none."""
     mask_wait_ns: _builtins.int
     """Nanoseconds that the step waited for them after the forward pass; part of verify_ns."""
+    others_tokens: _builtins.int
+    """Tokens that the sessions of other pacing groups got since the session was opened. Older targets do not tell."""
+    others_ns: _builtins.int
+    """The nanoseconds that they took, summed over these sessions."""
     def __init__(
         self,
         *,
@@ -729,10 +739,12 @@ class RoundTimings(_message.Message):
         batch_context: _builtins.int = ...,
         mask_fill_ns: _builtins.int = ...,
         mask_wait_ns: _builtins.int = ...,
+        others_tokens: _builtins.int = ...,
+        others_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_context", b"batch_context", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "forward_ns", b"forward_ns", "mask_fill_ns", b"mask_fill_ns", "mask_wait_ns", b"mask_wait_ns", "queue_ns", b"queue_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_context", b"batch_context", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "forward_ns", b"forward_ns", "mask_fill_ns", b"mask_fill_ns", "mask_wait_ns", b"mask_wait_ns", "others_ns", b"others_ns", "others_tokens", b"others_tokens", "queue_ns", b"queue_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

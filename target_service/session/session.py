@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from target_service.session.offers import Fate, Offers
 from target_service.session.opening import Opening, may_reuse
 from target_service.session.progress import Progress, State
 from target_service.session.streamed_chain import StreamedChain
+from target_service.session.throughput import GroupThroughput
 from target_service.session.verdict_queue import VerdictQueue
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 
@@ -74,13 +76,14 @@ class Session:
         pool: KVPool,
         owner: SessionOwner,
         asked_ns: int,
+        throughput: GroupThroughput,
         *,
         on_states: Callable[[HiddenStates], None] | None = None,
         wants_state_map: bool = False,
     ) -> None:
-        """``asked_ns``: when it was asked for (``time.perf_counter_ns``); it is admitted now. ``on_states`` gets the
-        prompt's hidden states as they are computed, but the last step's; None: the first verdict has them all.
-        ``wants_state_map``: as :attr:`opened` says.
+        """``asked_ns``: when it was asked for (``time.perf_counter_ns``); it is admitted now. ``throughput``: that of
+        its pacing group. ``on_states`` gets the prompt's hidden states as they are computed, but the last step's; None:
+        the first verdict has them all. ``wants_state_map``: as :attr:`opened` says.
         """
         self.step_session = step_session
         self.spec = spec = step_session.spec
@@ -100,6 +103,9 @@ class Session:
         self._owner = owner
         self._opening = Opening(step_session, asked_ns, wants_state_map=wants_state_map)
         self._asked_ns = self._opening.admitted_ns
+        self._throughput, self._others_from = throughput, throughput.others
+        #: When tokens were committed last; None: never.
+        self._committed_ns: int | None = None
         self._first: Verdict | None = None
         self._progress = Progress(len(spec.token_ids), step_session.stop_criteria)
         self._offers = Offers(step_session, self._progress)
@@ -410,6 +416,10 @@ class Session:
             progress.commit(len(token_ids), is_round=part.is_round)
         if self.finish_reason is not None:
             progress.end()
+        if self._committed_ns is not None:
+            self._throughput.add(len(token_ids), now_ns - self._committed_ns)
+        self._committed_ns = now_ns
+        others_tokens, others_ns = map(operator.sub, self._throughput.others, self._others_from)
         queue_ns = max(0, step.started_ns - self._asked_ns)
         self._next_verdict_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
@@ -441,7 +451,7 @@ class Session:
                 finish_reason=result.cut.finish_reason,
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
-                timings=replace(step.timings, queue_ns=queue_ns),
+                timings=replace(step.timings, queue_ns=queue_ns, others_tokens=others_tokens, others_ns=others_ns),
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
                 drafted=drafted,

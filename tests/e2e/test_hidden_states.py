@@ -150,7 +150,7 @@ class FicklePace(FixedPace):
     def is_settled(self):
         return False
 
-    def record_plain(self, num_verdicts, num_tokens, now_ns):
+    def record_plain(self, num_verdicts, num_tokens, timings, now_ns):
         self.num_plain += num_verdicts
 
 

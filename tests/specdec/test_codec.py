@@ -87,6 +87,7 @@ def specs(draw, *, target: bool) -> SessionSpec:
         hidden_state_layers=draw(layers) if target else (),
         last_hidden_state_only=draw(st.booleans()) if target else False,
         hidden_state_dtype=draw(text) if target else "",
+        pacing_group=draw(text) if target else "",
     )
 
 
@@ -121,7 +122,7 @@ def hidden_states(draw) -> HiddenStates:
     return replace(one, data=draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
 
 
-timings = st.builds(RoundTimings, uint64, uint64, uint64, uint32, uint32)
+timings = st.builds(RoundTimings, *(uint64,) * 3, *(uint32,) * 2, *(uint64,) * 5)
 verdicts = st.builds(
     Verdict,
     epoch=uint32,

@@ -1,6 +1,7 @@
 """Sessions on the core, without gRPC: rounds and limits against the stock model."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -77,6 +78,34 @@ async def test_a_verdict_tells_what_was_accepted_and_the_cache_keeps_just_that(s
         assert (timings.batch_sessions, timings.batch_rows) == (1, 5)
         assert session.opened.prefill_ns > timings.forward_ns / 10
         await session.close()
+
+
+async def test_verdicts_tell_what_the_sessions_of_other_pacing_groups_get(start_core):
+    """Not those of the own group, nor what others got before the session was opened."""
+
+    async def step(session):
+        verdict = await verify(session, session.committed_len)
+        return verdict.timings.others_tokens, verdict.timings.others_ns
+
+    async with start_core() as core:
+        first, second, other = [
+            await core.open(make_spec(make_prompt(seed), 20, pacing_group=group))
+            for seed, group in enumerate(("one", "one", "two"))
+        ]
+        assert [await step(first), await step(second)] == [(0, 0), (0, 0)], "the prompt's end is no step"
+        began_ns = time.perf_counter_ns()
+        assert (await step(other))[0] == 2
+        assert (await step(other))[0] == 2
+        num_tokens, spent_ns = await step(first)
+        assert num_tokens == 2
+        assert spent_ns > 0
+        late = await core.open(make_spec(make_prompt(3), 20, pacing_group="one"))
+        assert (await step(late)) == (0, 0)
+        assert (await step(other))[0] == 4
+        assert (await step(late))[0] == 1
+        assert (await step(late))[1] < time.perf_counter_ns() - began_ns
+        for session in (first, second, other, late):
+            await session.close()
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ async def test_verdicts_that_come_together_were_not_committed_together(monkeypat
         def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
             told.append(now_ns)
 
-        def record_plain(self, num_verdicts, num_tokens, now_ns):
+        def record_plain(self, num_verdicts, num_tokens, timings, now_ns):
             told.append(now_ns)
 
     monkeypatch.setattr(FakeTargetSession, "receive", dated)

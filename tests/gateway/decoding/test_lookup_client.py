@@ -80,10 +80,10 @@ class Witness(FixedPace):
         super().__init__(0)
         self.plain, self.num_skipped = [], 0
 
-    def record_plain(self, num_verdicts, num_tokens, now_ns):
+    def record_plain(self, num_verdicts, num_tokens, timings, now_ns):
         self.plain.append(num_tokens / num_verdicts)
 
-    def skip(self, now_ns):
+    def skip(self, timings, now_ns):
         self.num_skipped += 1
 
 

@@ -206,7 +206,7 @@ class ScriptedPace(FixedPace):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)
 
-    def record_plain(self, num_verdicts, num_tokens, now_ns):
+    def record_plain(self, num_verdicts, num_tokens, timings, now_ns):
         self.asked.append(0)
 
     def leave(self):
@@ -230,6 +230,17 @@ async def test_text_does_not_depend_on_the_pace(seed, temperature):
     assert target.faults.counts["multi_step"] > 1
 
 
+async def test_targets_are_told_which_sessions_are_paced_together():
+    """Those of one gateway that may draft; others have no group."""
+    target, draft = FakeTarget(), FakeDraft()
+    here, elsewhere = (context_of([target], [draft], fixed_draft_length=False) for _ in range(2))
+    for context, k in ((here, 4), (here, 2), (elsewhere, 4), (here, 0)):
+        await run(context, request_of(k))
+    first, second, other, plain = (spec.pacing_group for spec in target.specs)
+    assert first == second != other
+    assert (bool(first), bool(other), plain) == (True, True, "")
+
+
 async def test_plain_verdicts_that_change_nothing_are_told_together():
     """And the draft is asked at the first verdict after pacing has learned something."""
 
@@ -250,7 +261,7 @@ async def test_plain_verdicts_that_change_nothing_are_told_together():
         def record(self, verdict, num_asked, now_ns, *, tree_depth=None, is_stream=False):
             self.num_rounds += 1
 
-        def record_plain(self, num_verdicts, num_tokens, now_ns):
+        def record_plain(self, num_verdicts, num_tokens, timings, now_ns):
             self.told.append((num_verdicts, num_tokens))
             self.unsettled = sum(tokens for _, tokens in self.told) >= 20 and self.num_rounds < 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.types import RoundTimings, Verdict
 from target_service.scheduler.round_coalescer import RoundCoalescer
+from target_service.session.throughput import GroupThroughput, Throughput
 
 MS = 1_000_000
 
@@ -70,6 +72,10 @@ class Client:
     number: int
     pace: Pace
     remaining: int
+    #: That of its gateway; what the others had when it was opened; and when its tokens were committed last.
+    throughput: GroupThroughput
+    others_from: tuple[int, int]
+    committed_at: float | None = None
     k: int = 0
     #: Tokens that the target still decodes by itself.
     multi_step: int = 0
@@ -86,6 +92,8 @@ class Simulation:
     policy: Policy
     seed: int = 0
     pacer: Pacer = field(default_factory=TargetPacer)
+    #: Those of other gateways; clients go to all in turn.
+    other_pacers: tuple[Pacer, ...] = ()
     now: float = 0.0
     #: (second, tokens) of every verdict.
     log: list[tuple[float, int]] = field(default_factory=list)
@@ -100,6 +108,7 @@ class Simulation:
         self.running = False
         self.gateway_free = 0.0
         self.stolen = 0.0
+        self.throughput = Throughput()
         self.clients: list[Client] = []
         self.numbers = count()
         self.num_steps = 0
@@ -129,7 +138,10 @@ class Simulation:
     def open(self) -> Client:
         world = self.world
         tokens = self.random.randint(world.tokens // 2, world.tokens * 3 // 2)
-        client = Client(next(self.numbers), self.pacer.session(world.k), tokens)
+        number, pacers = next(self.numbers), (self.pacer, *self.other_pacers)
+        pace = pacers[number % len(pacers)].session(world.k)
+        throughput = self.throughput.of_group(pace.group)
+        client = Client(number, pace, tokens, throughput, throughput.others)
         client.unseen = world.prompt
         self.at(self.now + world.network, lambda: self.start_next(client))
         return client
@@ -230,8 +242,13 @@ class Simulation:
             accepted += 1
         tokens = min(accepted + 1, client.remaining)
         client.remaining -= tokens
-        queue_ns = int((begun - client.asked_at) * MS)
-        verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=replace(timings, queue_ns=max(queue_ns, 0)))
+        if client.committed_at is not None:
+            client.throughput.add(tokens, int((self.now - client.committed_at) * MS))
+        client.committed_at = self.now
+        others_tokens, others_ns = map(operator.sub, client.throughput.others, client.others_from)
+        queue_ns = max(int((begun - client.asked_at) * MS), 0)
+        timings = replace(timings, queue_ns=queue_ns, others_tokens=others_tokens, others_ns=others_ns)
+        verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=timings)
         asked, continues = client.k, False
         if asked and client.remaining:
             self.coalescer.left(client, int(self.now * MS))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.pacing.round_times import RECENT, TOKEN, TRIAL_WINDOWS, WINDOW_NS, RoundTimes
+from gateway.pacing.round_times import RECENT, TOKEN, TRIAL_WINDOWS, WINDOW_NS, Others, RoundTimes
 from gateway.pacing.stats import Mode
 
 MS = 1_000_000
 WINDOW_MS = WINDOW_NS // MS
 
 
-def record(times, cycle_ms, *, num_asked=0, num_tokens=1, window_ms=WINDOW_MS, sessions=1, may_draft=True):
-    """Cycles of one kind for so long; how many windows ended that change what sessions choose by."""
-    count = -(-window_ms // cycle_ms)
-    return sum(
-        times.record(sessions, int(cycle_ms * MS), num_tokens, num_asked, may_draft=may_draft)
-        for _ in range(int(count))
-    )
+def record(times, cycle_ms, *, num_asked=0, num_tokens=1, window_ms=WINDOW_MS, sessions=1, others=(0, 0)):
+    """Cycles of one kind for so long; how many windows ended that change what sessions choose by. ``others``: tokens
+    and milliseconds of other sessions in each.
+    """
+    count, told = -(-window_ms // cycle_ms), Others(others[0], others[1] * MS)
+    return sum(times.record(sessions, int(cycle_ms * MS), num_tokens, num_asked, told) for _ in range(int(count)))
 
 
 def rounds(times, cycle_ms, **options):
@@ -122,7 +121,7 @@ def test_what_is_lost_after_a_trial_until_all_sessions_are_back_counts_too():
     assert windows_until_trial(times) == pytest.approx(150, abs=2)
 
 
-def test_a_trial_that_nobody_joins_ends_and_one_of_sessions_that_never_draft_is_followed_by_a_pause():
+def test_a_trial_that_nobody_joins_ends_and_is_followed_by_a_pause():
     times = started()
     for _ in range(TRIAL_WINDOWS):
         assert times.trial is Mode.SPECULATIVE
@@ -130,13 +129,6 @@ def test_a_trial_that_nobody_joins_ends_and_one_of_sessions_that_never_draft_is_
     assert times.trial is None
     record(times, 2.0, window_ms=4 * TRIAL_WINDOWS * WINDOW_MS - WINDOW_MS)
     assert times.trial is None
-    record(times, 2.0)
-    assert times.trial is Mode.SPECULATIVE
-    for _ in range(TRIAL_WINDOWS):
-        record(times, 2.0, may_draft=False)
-    assert times.trial is None
-    record(times, 2.0, window_ms=10 * TRIAL_WINDOWS * WINDOW_MS - WINDOW_MS)
-    assert times.trial is None, "it counts as long as the one before: sessions that may draft would begin with one"
     record(times, 2.0)
     assert times.trial is Mode.SPECULATIVE
 
@@ -181,15 +173,42 @@ def test_plain_tokens_beside_rounds_are_compared_with_nothing():
     assert times.round_cost(4) == pytest.approx(3.0)
 
 
-def test_rounds_are_charged_with_what_sessions_lose_that_never_draft():
+def test_rounds_are_charged_with_what_other_sessions_lose():
     """One session drafts, two others have 3 ms a token instead of 2 meanwhile."""
-    times = started()
-    record(times, 2.0, window_ms=3 * WINDOW_MS, sessions=3)
+    times = RoundTimes()
+    record(times, 2.0, window_ms=8.0, others=(2, 4.0))
     assert times.trial is Mode.SPECULATIVE
-    for _ in range(10):
-        record(times, 3.0, window_ms=12.0, sessions=3, may_draft=False)
-        rounds(times, 6.0, window_ms=6.0, sessions=3)
-    assert times.round_cost(4) == pytest.approx((6.0 + 4 * (3.0 - 2.0)) / 2.0, rel=0.05)
+    rounds(times, 6.0, others=(4, 12.0))
+    assert times.round_cost(4) == pytest.approx((6.0 + 4 * (3.0 - 2.0)) / 2.0)
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(2, False), (4, True)])
+def test_one_session_ends_its_drafting_where_others_lose_more(tokens, pays):
+    """It has 3 tokens in 4 ms instead of 2, two others should have 4 meanwhile."""
+    times = RoundTimes()
+    record(times, 2.0, window_ms=8.0, others=(2, 4.0))
+    for _ in range(8 * RECENT):
+        if times.pays:
+            rounds(times, 4.0, others=(tokens, 8.0))
+    assert times.pays is pays
+
+
+@pytest.mark.parametrize(("tokens", "windows"), [(8, 25), (7, 50), (6, 75)])
+def test_what_other_sessions_lose_by_trials_counts_too(tokens, windows):
+    """After the first ones, whose pauses grow. The trial's session loses a quarter of a window, two others nothing, as
+    much, or twice as much.
+    """
+    times = RoundTimes()
+    plain, tried = {"others": (2, 5.0)}, {"num_asked": 4, "num_tokens": 3, "others": (tokens, 20.0)}
+    record(times, 2.5, window_ms=10.0, **plain)
+    for _ in range(6):
+        assert times.trial is Mode.SPECULATIVE
+        record(times, 10.0, **tried)
+        num_windows = 0
+        while times.trial is None:
+            record(times, 2.5, **plain)
+            num_windows += 1
+    assert num_windows == pytest.approx(windows, abs=2)
 
 
 def looked_up(times, cycle_ms, **options):
@@ -236,21 +255,12 @@ def test_a_load_that_was_not_seen_is_like_the_nearest_one():
     assert other.trial is Mode.SPECULATIVE
 
 
-def test_trials_may_lose_a_share_of_the_time_of_sessions_that_may_draft():
-    times = started()
-    rounds(times, 10.0)
-    record(times, 2.0, window_ms=100 * WINDOW_MS, may_draft=False)
-    assert times.trial is None
-    record(times, 2.0, window_ms=4 * WINDOW_MS)
-    assert times.trial is Mode.SPECULATIVE
-
-
 def test_windows_that_change_no_choice_are_not_told():
     times, num_told, num_trials = RoundTimes(), 0, 0
     for _ in range(50_000):
         is_round, was_tried = times.trial is Mode.SPECULATIVE, times.trial
         cycle_ns = 10 * MS if is_round else 2 * MS
-        num_told += times.record(1, cycle_ns, 2 if is_round else 1, 4 * is_round, may_draft=True)
+        num_told += times.record(1, cycle_ns, 2 if is_round else 1, 4 * is_round, Others())
         num_trials += was_tried is not None and times.trial is None
     assert num_trials > 5
     assert 2 * num_trials <= num_told <= 4 * num_trials + 8, "of 2,000 windows"
