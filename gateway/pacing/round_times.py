@@ -171,23 +171,25 @@ class RoundTimes:
         """Take up what the window measured; None: nothing. What others decoded counts as plain tokens."""
         share, plain_ns = self._round_ns / max(self._own_ns, 1), self._ns.get(Mode.PLAIN, 0.0)
         total_ns, num_tokens = self._own_ns + self._others_ns, self._num_own + self._num_others
-        num_plain, is_alone = self._num_plain + self._num_others, num_sessions * total_ns < 1.5 * self._own_ns
+        num_plain = self._num_plain + self._num_others
+        # One session, and no other one for half of the window.
+        is_alone = num_sessions * total_ns < 1.5 * self._own_ns
         self._has_lookups = has_lookups = self._num_looked_up > MOST_ROUNDS * self._num_verdicts
         if not is_alone and self.trial is None and share > MOST_ROUNDS and plain_ns:
             self._gains[has_lookups].append(num_tokens / total_ns / self._speeds[Mode.PLAIN])
         if share <= MOST_ROUNDS and num_plain:
-            mode, count, own_ns = Mode.PLAIN, num_plain, total_ns - self._round_ns
-            others_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
+            mode, count, mode_ns = Mode.PLAIN, num_plain, total_ns - self._round_ns
+            other_mode_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
         elif share >= LEAST_ROUNDS and plain_ns:
-            mode, count, own_ns = Mode.SPECULATIVE, self._num_rounds, self._round_ns
-            others_ns = num_plain * plain_ns
+            mode, count, mode_ns = Mode.SPECULATIVE, self._num_rounds, self._round_ns
+            other_mode_ns = num_plain * plain_ns
         else:
             if plain_ns and Mode.SPECULATIVE in self._ns:
                 expected = self._num_rounds * self._ns[Mode.SPECULATIVE] + num_plain * plain_ns
                 self._mixings.append(total_ns / expected)
                 self.mixing = max(1.0, median(self._mixings))
             return None
-        self._ns[mode] = max(total_ns - others_ns, 0.5 * own_ns) / count
+        self._ns[mode] = max(total_ns - other_mode_ns, 0.5 * mode_ns) / count
         self._speeds[mode] = num_tokens / total_ns
         if self._mode not in (None, mode) and (self._had_lookups == has_lookups or not self._ratios):
             self._ratios.append(self._ns[Mode.SPECULATIVE] / self._ns[Mode.PLAIN])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -419,7 +418,7 @@ class Session:
         if self._committed_ns is not None:
             self._throughput.add(len(token_ids), now_ns - self._committed_ns)
         self._committed_ns = now_ns
-        others_tokens, others_ns = map(operator.sub, self._throughput.others, self._others_from)
+        num_tokens, session_ns = self._throughput.others
         queue_ns = max(0, step.started_ns - self._asked_ns)
         self._next_verdict_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
@@ -451,7 +450,12 @@ class Session:
                 finish_reason=result.cut.finish_reason,
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
-                timings=replace(step.timings, queue_ns=queue_ns, others_tokens=others_tokens, others_ns=others_ns),
+                timings=replace(
+                    step.timings,
+                    queue_ns=queue_ns,
+                    others_tokens=num_tokens - self._others_from[0],
+                    others_ns=session_ns - self._others_from[1],
+                ),
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
                 drafted=drafted,

@@ -21,7 +21,7 @@ class Throughput:
 
 
 class GroupThroughput:
-    """The part of the sessions that are paced together, from the first of those on that are open."""
+    """The part of the sessions that are paced together. It exists while one of them is open."""
 
     def __init__(self, whole: Throughput) -> None:
         self._whole = whole
