@@ -4,7 +4,7 @@ A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``gatewa
 and requests go to both in turn; ``embedded``: everything in one process), a pair of models, a drafter and a number of
 sessions. On one running server windows of plain decoding and of the drafter alternate (plain, drafter, drafter, plain,
 …), chosen by request options. Both windows of a pair have the same prompts and seeds, so the same texts. Before, the
-drafter decodes for ``--warm-up`` seconds: the server learns in this time.
+drafter decodes for ``--warm-up`` seconds, and 160 tokens of each session at least: the server learns in this time.
 
 Pairs are the bundled one, the same with a poor draft (``fair``: 0.48 of its tokens are right; ``poor``: none is) or
 with a target of other numbers (``int8``, ``bfloat16``), and the bundled target padded to 200 M parameters. ``right``
@@ -65,6 +65,8 @@ SESSIONS: Final = (1, 2, 4, 8, 32)
 _PROMPT_TOKENS: Final = 16
 _NUM_PROMPTS: Final = 256
 _NUM_PREDICTED: Final = 32
+#: What is learned is learned by verdicts: on a slow machine seconds show how it is learned, not what.
+_LEARNING_TOKENS: Final = 160
 
 Tokens = tuple[int, ...]
 
@@ -152,9 +154,10 @@ class Windows:
 
     async def learn(self, cell: Cell) -> None:
         """Decode with the drafter until the server has learned."""
-        begun = time.monotonic()
-        while not cell.learning or time.monotonic() - begun < self._args.warm_up:
+        begun, num_tokens = time.monotonic(), 0.0
+        while time.monotonic() - begun < self._args.warm_up or num_tokens < _LEARNING_TOKENS * cell.sessions:
             cell.learning.append(await self._window(cell, next(self._starts), next(self._seeds), is_plain=False))
+            num_tokens += cell.learning[-1] * self._args.seconds
         cell.counts.clear()
 
     async def pair(self, cell: Cell, number: int) -> None:
@@ -258,7 +261,7 @@ def parser() -> Parser:
     flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="default: 1,2,4,8,32")
     flags.add_argument("--k", type=int, default=4, help="tokens that the draft drafts in a round at most")
     flags.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    flags.add_argument("--warm-up", type=float, default=3.0, help="seconds the server learns at first")
+    flags.add_argument("--warm-up", type=float, default=3.0, help="seconds the server learns at first, at least")
     flags.add_argument("--repeats", type=int, default=8, help="windows of each kind")
     flags.add_argument("--seconds", type=float, default=0.8, help="length of each window")
     flags.add_argument("--max-tokens", type=int, default=96, help="tokens of a request")

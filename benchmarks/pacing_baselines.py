@@ -19,6 +19,7 @@ from benchmarks import command
 from benchmarks.never_slower import PAIRS, Cell, Windows
 from benchmarks.pairs import pair
 from benchmarks.service_process import service
+from gateway.pacing.lookup_pacer import LookupPacer
 from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.target_pacer import TargetPacer
@@ -42,7 +43,7 @@ WIRE_MS: Final = 1.0
 class SharedPacer:
     """Drafts the same number of tokens for all sessions of a target: in every round, or in none but probes."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookups: LookupPacer) -> None:
         self.stats = PacingStats()
         self.num_sessions = 0
         self.rate = 0.7
@@ -138,7 +139,7 @@ class CostPacer(SharedPacer):
         return (1.0 - rate ** (NUM_TOKENS + 1)) / (1.0 - rate) * plain_ms > round_ms
 
 
-POLICIES: Final[Mapping[str, Callable[[], Pacer]]] = {
+POLICIES: Final[Mapping[str, Callable[[LookupPacer], Pacer]]] = {
     "static": StaticPacer,
     "average": AveragePacer,
     "cost": CostPacer,

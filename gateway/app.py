@@ -21,6 +21,7 @@ from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.access import enter_call
 from gateway.grpc.servicer import SERVICE_NAME, GenerationServicer, add_to_server
+from gateway.pacing.lookup_pacer import LookupPacer
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.placement.routing import Router
@@ -69,7 +70,7 @@ class Gateway:
         settings: GatewaySettings,
         *,
         router: Router | None = None,
-        make_pacer: Callable[[], Pacer] = TargetPacer,
+        make_pacer: Callable[[LookupPacer], Pacer] = TargetPacer,
     ) -> None:
         """Give a ``router`` to serve backends of this process instead of ``settings.targets``, and ``make_pacer`` to
         compare another policy of drafting.

@@ -21,6 +21,7 @@ from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding, Interruption
 from gateway.decoding.request import DecodingRequest
 from gateway.merging import merge
+from gateway.pacing.lookup_pacer import LookupPacer
 from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
@@ -77,7 +78,7 @@ class Generation:
         settings: GatewaySettings | None = None,
         tokenizer: TextTokenizer | None = None,
         *,
-        make_pacer: Callable[[], Pacer] = TargetPacer,
+        make_pacer: Callable[[LookupPacer], Pacer] = TargetPacer,
         workers: WorkerPool | None = None,
         tracing: Tracing | None = None,
     ) -> None:

@@ -30,7 +30,7 @@ class DecodingContext:
         router: Router,
         settings: GatewaySettings | None = None,
         *,
-        make_pacer: Callable[[], Pacer] = TargetPacer,
+        make_pacer: Callable[[LookupPacer], Pacer] = TargetPacer,
     ) -> None:
         """``make_pacer`` is called once for each target; a benchmark compares other policies by it.
 
@@ -104,7 +104,7 @@ class DecodingContext:
         if self.settings.fixed_draft_length:
             return FixedPace(limit)
         if replica not in self._pacers:
-            self._pacers[replica] = self._make_pacer()
+            self._pacers[replica] = self._make_pacer(self._lookup_pacer(replica))
         return self._pacers[replica].session(limit, drafter)
 
     def lookup_pace(
@@ -113,8 +113,11 @@ class DecodingContext:
         """What decides how many tokens that were looked up by ``methods``, or ``is_predicted``, one session drafts on a
         target.
         """
-        pacer = self._lookup_pacers.setdefault(replica, LookupPacer())
+        pacer = self._lookup_pacer(replica)
         return LookupPace(pacer, methods, is_fixed=self.settings.fixed_draft_length, is_predicted=is_predicted)
+
+    def _lookup_pacer(self, replica: Replica[TargetBackend]) -> LookupPacer:
+        return self._lookup_pacers.setdefault(replica, LookupPacer())
 
     @property
     def pacing_stats(self) -> dict[str, PacingStats]:

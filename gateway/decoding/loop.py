@@ -418,7 +418,7 @@ class Decoding:
         if self._deferred:
             self._record_deferred()
         now_ns = self._committed_ns(verdict)
-        self._lookup_pace.record(verdict.token_ids, verdict.timings, now_ns, is_plain=not self._draft.k)
+        self._lookup_pace.record(verdict.token_ids, verdict.timings, now_ns, is_drafting=self._draft.k > 0)
         depth = answered.tree_depth(verdict)
         self.metrics.draft_ns += answered.draft_ns
         if isinstance(answered, DirectRound):
@@ -464,7 +464,7 @@ class Decoding:
         last, token_ids = verdicts[-1], [token_id for verdict in verdicts for token_id in verdict.token_ids]
         now_ns = self._committed_ns(last)
         self._lookup_pace.record(
-            token_ids, last.timings, now_ns, num_verdicts=len(verdicts), is_plain=not self._draft.k
+            token_ids, last.timings, now_ns, num_verdicts=len(verdicts), is_drafting=self._draft.k > 0
         )
         self._pace.record_plain(len(verdicts), len(token_ids), last.timings, now_ns)
 

@@ -42,6 +42,11 @@ class LookupPacer:
         self._cost = StepCost()
         self._step = RoundTimings()
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether sessions may look up at the moment."""
+        return self.num_looking > 0 and not self.times.is_off
+
     def add_sessions(self, count: int, *, look_up: bool) -> None:
         """So many more are open."""
         self.num_sessions += count
@@ -49,12 +54,26 @@ class LookupPacer:
         self.times = self._times[round(math.log2(max(self.num_sessions, 1)))]
 
     def record_cycle(
-        self, cycle_ns: int, num_tokens: int, num_rounds: int, saved: float, *, num_verdicts: int, looks_up: bool
+        self,
+        cycle_ns: int,
+        num_tokens: int,
+        num_rounds: float,
+        saved: float,
+        *,
+        num_verdicts: int,
+        looks_up: bool,
+        is_drafting: bool,
     ) -> None:
         """See :meth:`~gateway.pacing.lookup_times.LookupTimes.record`."""
-        num_looked = num_verdicts * looks_up
         if self.times.record(
-            self.num_sessions, cycle_ns, num_tokens, num_rounds, saved, num_verdicts=num_verdicts, num_looked=num_looked
+            self.num_sessions,
+            cycle_ns,
+            num_tokens,
+            num_rounds,
+            saved,
+            num_verdicts=num_verdicts,
+            num_looked=num_verdicts * looks_up,
+            num_drafting=num_verdicts * is_drafting,
         ):
             self._forget()
 
@@ -104,11 +123,10 @@ class LookupPace:
         self._match: Match | None = None
         self._num_right = 0
         #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, and the
-        #: plain tokens that they should save.
+        #: tokens that they should save.
         self._last_ns: int | None = None
-        self._is_plain = True
         self._window: tuple[LookupTimes, int] | None = None
-        self._num_rounds, self._saved = 0, 0.0
+        self._num_rounds = self._saved = 0.0
         #: Verdicts from one lookup to the next, and since the latest one: the first verdict is not recorded.
         self._pause, self._num_passed = 1, 1
         self._is_open = True
@@ -119,7 +137,7 @@ class LookupPace:
         """Verdicts after which nothing is looked up, from now on, if no window ends."""
         if self._is_fixed:
             return 0
-        if self._is_plain and self._pacer.times.is_off:
+        if self._pacer.times.is_off:
             return MAX_PAUSE
         return max(0, self._pause - self._num_passed - 1)
 
@@ -136,19 +154,18 @@ class LookupPace:
         now_ns: int,
         *,
         num_verdicts: int = 1,
-        is_plain: bool = True,
+        is_drafting: bool = False,
     ) -> None:
         """Tokens were committed, the last ones in a step that took these ``timings``: compare them with the latest
-        match. ``is_plain``: what is not looked up is decoded plainly, so the time since the record before is that of
-        plain tokens and of rounds that were looked up.
+        match. ``is_drafting``: a draft drafts what is not looked up.
         """
         times = self._pacer.times
         if not self._pacer.num_looking:
             self._last_ns = None
             return
-        if self._looks_up and not (times.is_off and is_plain):
+        if self._looks_up and not times.is_off:
             self._pacer.record(timings)
-        self._record_time(times, num_verdicts, len(token_ids), now_ns, is_plain=is_plain)
+        self._record_time(times, num_verdicts, len(token_ids), now_ns, is_drafting=is_drafting)
         self._num_passed += num_verdicts
         if self._match is None:
             return
@@ -168,24 +185,21 @@ class LookupPace:
         self._match, self._num_right = None, 0
 
     def _record_time(
-        self, times: LookupTimes, num_verdicts: int, num_tokens: int, now_ns: int, *, is_plain: bool
+        self, times: LookupTimes, num_verdicts: int, num_tokens: int, now_ns: int, *, is_drafting: bool
     ) -> None:
-        last_ns, window = self._last_ns, self._window
         # What began in a window of the other kind belongs to neither.
-        if is_plain and last_ns is not None and window == (times, times.num_changes):
+        if self._last_ns is not None and self._window == (times, times.num_changes):
             self._pacer.record_cycle(
-                now_ns - last_ns,
+                now_ns - self._last_ns,
                 num_tokens,
                 self._num_rounds,
                 self._saved,
                 num_verdicts=num_verdicts,
                 looks_up=self._looks_up,
+                is_drafting=is_drafting,
             )
-        if not is_plain:
-            times.note_drafted(num_verdicts)
-        self._is_plain = is_plain
-        self._last_ns, self._window = now_ns if is_plain else None, (times, times.num_changes)
-        self._num_rounds, self._saved = 0, 0.0
+        self._last_ns, self._window = now_ns, (times, times.num_changes)
+        self._num_rounds = self._saved = 0.0
 
     def looks_up(self) -> bool:
         """Whether to look for a match after this verdict: the longer none was worth a round, the more rarely, for that
@@ -193,7 +207,7 @@ class LookupPace:
         """
         if self._is_fixed:
             return True
-        if self._num_passed < self._pause or (self._is_plain and self._pacer.times.is_off):
+        if self._num_passed < self._pause or self._pacer.times.is_off:
             return False
         self._num_passed, self._pause = 0, min(2 * self._pause, MAX_PAUSE)
         return True
@@ -216,14 +230,14 @@ class LookupPace:
         for num_tokens, rows in enumerate(self._pacer.row_prices(count)):
             cost = speedup * (1.0 + times.price + rows)
             if tokens - cost > gain:
-                best, gain, saved = num_tokens, tokens - cost, tokens - 1.0 - rows
+                best, gain, saved = num_tokens, tokens - cost, tokens - speedup * (1.0 + rows)
             if most - cost <= gain:
                 break  # longer rounds cost more
             tokens += survival
             survival *= following
         if best:
             self._pause = 1
-            self._num_rounds += 1
+            self._num_rounds += speedup
             self._saved += saved
         return best
 

@@ -71,10 +71,6 @@ class RoundTimes:
         self._speeds: dict[Mode, float] = {}
         #: The mode that was measured last.
         self._mode: Mode | None = None
-        #: Whether looked-up rounds were beside it. They make steps longer, so windows with and without are not
-        #: compared, unless nothing else is known: after right predictions, wrong ones beside a draft had 1.14 of plain
-        #: decoding in place of 1.40 (200 M, 4 sessions, served, means of three alternating runs).
-        self._had_lookups = False
         #: Times of rounds without drafted tokens over those of plain tokens.
         self._ratios: deque[float] = deque(maxlen=MEMORY)
         self._round_cost: float = FIRST_ROUND if nearest is None else nearest._round_cost
@@ -93,10 +89,8 @@ class RoundTimes:
         #: How many times as long as apart rounds and plain tokens take where sessions miss each other's steps.
         self.mixing = 1.0
         self._mixings: deque[float] = deque(maxlen=MEMORY)
-        #: Speed over plain decoding of the latest windows, since a trial, in which sessions chose to draft: without and
-        #: with looked-up rounds; and whether there were any in the latest window.
-        self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
-        self._has_lookups = False
+        #: Speed over plain decoding of the latest windows, since a trial, in which sessions chose to draft.
+        self._gains: deque[float] = deque(maxlen=RECENT)
         self._clear()
 
     @property
@@ -148,10 +142,6 @@ class RoundTimes:
         self._try(mode)
         return has_rounds or self._choice != before
 
-    def note_looked_up(self) -> None:
-        """A round was verified that no draft service drafted. It makes steps longer."""
-        self._num_looked_up += 1
-
     @property
     def _choice(self) -> tuple[object, ...]:
         """What a session's choice depends on."""
@@ -160,12 +150,10 @@ class RoundTimes:
     @property
     def pays(self) -> bool:
         """Whether several sessions were not slower than plain decoding, all together, since some of them drafted.
-        Beside looked-up rounds that is another matter: right predictions would end the draft of wrong ones, for 14 s.
 
         Of one session, texts differ too much for that: over gRPC it had 1.06 of plain decoding in place of 1.20.
         """
-        gains = self._gains[self._has_lookups]
-        return len(gains) < RECENT or sum(gains) >= len(gains)
+        return len(self._gains) < RECENT or sum(self._gains) >= RECENT
 
     def _measure(self, num_sessions: int) -> Mode | None:
         """Take up what the window measured; None: nothing. What others decoded counts as plain tokens."""
@@ -174,9 +162,8 @@ class RoundTimes:
         num_plain = self._num_plain + self._num_others
         # One session, and no other one for half of the window.
         is_alone = num_sessions * total_ns < 1.5 * self._own_ns
-        self._has_lookups = has_lookups = self._num_looked_up > MOST_ROUNDS * self._num_verdicts
         if not is_alone and self.trial is None and share > MOST_ROUNDS and plain_ns:
-            self._gains[has_lookups].append(num_tokens / total_ns / self._speeds[Mode.PLAIN])
+            self._gains.append(num_tokens / total_ns / self._speeds[Mode.PLAIN])
         if share <= MOST_ROUNDS and num_plain:
             mode, count, mode_ns = Mode.PLAIN, num_plain, total_ns - self._round_ns
             other_mode_ns = self._num_rounds * self._ns.get(Mode.SPECULATIVE, self._round_cost * plain_ns)
@@ -191,11 +178,11 @@ class RoundTimes:
             return None
         self._ns[mode] = max(total_ns - other_mode_ns, 0.5 * mode_ns) / count
         self._speeds[mode] = num_tokens / total_ns
-        if self._mode not in (None, mode) and (self._had_lookups == has_lookups or not self._ratios):
+        if self._mode not in (None, mode):
             self._ratios.append(self._ns[Mode.SPECULATIVE] / self._ns[Mode.PLAIN])
             self._round_cost = median(self._ratios)
             self._since_ns = 0
-        self._mode, self._had_lookups = mode, has_lookups
+        self._mode = mode
         return mode
 
     def _try(self, mode: Mode | None) -> None:
@@ -207,8 +194,7 @@ class RoundTimes:
                 self._num_windows = self._since_ns = 0
                 self._trial_ns = self._tried_ns or self._trial_ns
                 self._last_pause_ns = self._pause_ns
-                for gains in self._gains:
-                    gains.clear()
+                self._gains.clear()
                 self._pause(self._ended)
             return
         if self._ended is not None and mode in (None, self._ended) and self._num_windows <= CHANGING_WINDOWS:
@@ -241,7 +227,7 @@ class RoundTimes:
 
     def _clear(self) -> None:
         self._own_ns = self._round_ns = self._num_own = self._num_plain = 0
-        self._num_verdicts = self._num_looked_up = 0
+        self._num_verdicts = 0
         #: Of other sessions.
         self._others_ns = self._num_others = 0.0
         #: Each counts more the more it asked for.

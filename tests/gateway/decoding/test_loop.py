@@ -310,8 +310,8 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
 async def test_adaptive_sessions_leave_their_target():
     pacers = []
 
-    def make_pacer():
-        pacers.append(TargetPacer())
+    def make_pacer(lookups):
+        pacers.append(TargetPacer(lookups))
         return pacers[0]
 
     target, draft = FakeTarget(latency_s=0.0002), FakeDraft(quality=0.9)

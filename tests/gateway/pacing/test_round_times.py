@@ -211,39 +211,6 @@ def test_what_other_sessions_lose_by_trials_counts_too(tokens, windows):
     assert num_windows == pytest.approx(windows, abs=2)
 
 
-def looked_up(times, cycle_ms, **options):
-    """A window in which one of four rounds is a looked-up one."""
-    for _ in range(WINDOW_MS // 8 + 1):
-        record(times, cycle_ms, window_ms=8.0, **options)
-        times.note_looked_up()
-
-
-def test_windows_with_and_without_lookups_are_not_compared():
-    """Looked-up rounds make the steps of all others longer."""
-    times = started()
-    rounds(times, 6.0)
-    before = times.round_cost(4)
-    for _ in range(5):
-        looked_up(times, 8.0, num_asked=4, num_tokens=3)
-        record(times, 2.0)
-    assert times.round_cost(4) == before
-    for _ in range(5):
-        looked_up(times, 8.0, num_asked=4, num_tokens=3)
-        looked_up(times, 4.0)
-    assert times.round_cost(4) == pytest.approx(8.0 / 4.0)
-
-
-def test_rounds_beside_lookups_do_not_tell_whether_drafting_pays_without_them():
-    times = started(2.5)
-    half_lost(times)
-    for _ in range(8 * RECENT):
-        if times.pays:
-            looked_up(times, 20.0, num_asked=4, num_tokens=1, sessions=2)
-    assert not times.pays
-    record(times, 2.5, sessions=2, window_ms=6 * WINDOW_MS)
-    assert times.pays
-
-
 def test_a_load_that_was_not_seen_is_like_the_nearest_one():
     times = started()
     rounds(times, 10.0)

@@ -10,6 +10,7 @@ from itertools import cycle
 
 import pytest
 
+from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace
 from gateway.pacing.stats import Mode
 from gateway.pacing.target_pacer import MAX_DRAFTERS, DrafterPacer, TargetPacer
@@ -312,6 +313,31 @@ def test_verdicts_told_together_belong_to_the_window_in_which_they_came():
     assert (late.is_settled, told) == (True, [])
     late.record_plain(3, 3, RoundTimings(), now + 6 * MS)
     assert told == [(6 * MS, 3)]
+
+
+def test_nothing_is_measured_nor_tried_while_sessions_look_up():
+    """Looked-up rounds make steps longer."""
+    lookups = LookupPacer()
+    pacer, now = TargetPacer(lookups), 0
+    pace, drafter, looking = pacer.session(4), pacer.drafter_pacer(), LookupPace(lookups, ("ngram",))
+
+    def decode(num_verdicts):
+        nonlocal now
+        now += 100 * MS
+        pace.record_plain(num_verdicts, num_verdicts, RoundTimings(), now)
+        return drafter.times.is_measured, drafter.trial
+
+    decode(1)
+    lookups.times.is_off = False
+    assert [decode(4), decode(4)] == [(False, None)] * 2
+    lookups.times.is_off = True
+    assert decode(4) == (False, None), "it began while sessions looked up"
+    assert decode(4) == (True, Mode.SPECULATIVE)
+    assert pace.num_draft_tokens(1000, now) == 4
+    lookups.times.is_off = False
+    assert decode(1) == (True, None), "the trial waits"
+    looking.leave()
+    assert decode(1) == (True, Mode.SPECULATIVE)
 
 
 def test_a_trial_that_its_sessions_have_left_goes_on_with_the_next_ones():
