@@ -39,7 +39,9 @@ RECENT: Final = 4
 #: Where tokens without lookups take so many times as long as before, or as short, what rounds cost before is forgotten.
 #: Where a window of few rounds shows that they are faster, they are measured next.
 CHANGE: Final = 1.4
-#: Windows are alike in which the shares of verdicts of sessions that draft differ by so much at most.
+#: Windows are compared in which the shares of verdicts of sessions that draft differ by so much at most: plain tokens
+#: beside a draft's rounds took twice as long as without, so wrong predictions seemed to gain 80 %. Where all windows
+#: are compared, wrong ones after right ones have 0.92 of plain decoding, not 0.99 to 1.02 (200 M, 4 sessions, served).
 LIKE: Final = 0.25
 #: Share of the time that windows may lose which are of the slower kind, with or without lookups.
 ALLOWED_LOSS: Final = 0.01
@@ -99,9 +101,7 @@ class LookupTimes:
         return False
 
     def _close(self) -> bool:
-        """End a window. Those with other shares of sessions that draft are not compared: plain tokens beside a draft's
-        rounds took twice as long as without, so wrong predictions seemed to gain 80 %.
-        """
+        """End a window. Return whether tokens without lookups take another time than before."""
         drafting = self._num_drafting / self._num_verdicts
         is_like, has_changed = abs(drafting - self._drafting) <= LIKE, False
         if self.is_off:
